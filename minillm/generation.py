@@ -1,0 +1,116 @@
+"""What every stage's `generate` shares: checking the request, recording tokens and their times, the result."""
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from minillm.config import ModelConfig
+from minillm.errors import MinillmError, UsageError
+from minillm.model import Transformer
+
+OnToken = Callable[[int], None]
+
+
+class Generation:
+    """The new tokens of one request and when each was ready.
+
+    Both are read from the device when first asked for, so that generating itself forces no synchronization.
+    """
+
+    def __init__(self, tokens: list[Tensor], clock: "Clock") -> None:
+        self._tokens = tokens
+        self._clock = clock
+
+    @cached_property
+    def tokens(self) -> list[int]:
+        """The new token ids, in order, a stop token included. Raises `MinillmError` on the `meta` device."""
+        if self._tokens and self._tokens[0].is_meta:
+            raise MinillmError("A generation on the meta device has shapes but no tokens: load the model on cpu or cuda.")
+        return torch.cat(self._tokens).tolist() if self._tokens else []
+
+    @cached_property
+    def times(self) -> list[float]:
+        """Seconds from the start of the call until each token was ready, one a token."""
+        return self._clock.seconds()
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+
+class Clock:
+    """Marks moments without making the host wait: CUDA events on a GPU, `time.perf_counter` elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_gpu = device.type == "cuda"
+        self._device = device
+        self._start = self._now()
+        self._marks: list[torch.cuda.Event | float] = []
+
+    def _now(self) -> "torch.cuda.Event | float":
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def mark(self) -> None:
+        self._marks.append(self._now())
+
+    def seconds(self) -> list[float]:
+        """Seconds from the start to each mark. On a GPU this waits for the last of them."""
+        if not self._marks:
+            return []
+        if self.on_gpu:
+            self._marks[-1].synchronize()  # type: ignore[union-attr]
+            return [self._start.elapsed_time(mark) / 1e3 for mark in self._marks]  # type: ignore[union-attr]
+        return [mark - self._start for mark in self._marks]  # type: ignore[operator]
+
+
+class Recorder:
+    """Collects a request's tokens as they come. The host looks at a token only when someone asked to see it."""
+
+    def __init__(self, device: torch.device, stop_tokens: Collection[int] = (), on_token: OnToken | None = None) -> None:
+        self._tokens: list[Tensor] = []
+        self._clock = Clock(device)
+        self._stop_tokens = frozenset(stop_tokens)
+        self._on_token = on_token
+
+    def add(self, token: Tensor) -> bool:
+        """Take the next token (1,); True when it is a stop token, which is kept as the last one."""
+        self._tokens.append(token)
+        self._clock.mark()
+        if self._on_token is None and not self._stop_tokens:
+            return False
+        value = int(token)  # the only place where a generation waits for the device
+        if self._on_token is not None:
+            self._on_token(value)
+        return value in self._stop_tokens
+
+    def finish(self) -> Generation:
+        return Generation(self._tokens, self._clock)
+
+
+def check_prompt(config: ModelConfig, prompt: Sequence[int], max_new_tokens: int) -> None:
+    """Raise `UsageError` unless the prompt holds token ids of this model and it and its answer fit the positions."""
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise UsageError(f"max_new_tokens is {max_new_tokens!r}; ask for at least 1.")
+    if len(prompt) == 0:
+        raise UsageError("The prompt is empty: give at least one token.")
+    for token in prompt:
+        if not isinstance(token, int) or not 0 <= token < config.vocab_size:
+            raise UsageError(f"Token id {token!r} is not a whole number from 0 to {config.vocab_size - 1}.")
+    needed = len(prompt) + max_new_tokens - 1  # the last new token is never fed back
+    if needed > config.max_positions:
+        raise UsageError(
+            f"A prompt of {len(prompt)} tokens with {max_new_tokens} new ones passes the {config.max_positions} positions "
+            f"of {config.name}: shorten the prompt or ask for fewer tokens."
+        )
+
+
+def prompt_tensor(model: Transformer, prompt: Sequence[int], max_new_tokens: int) -> Tensor:
+    """The checked prompt as a (1, T) tensor on the model's device. Raises `UsageError` as `check_prompt` does."""
+    check_prompt(model.config, prompt, max_new_tokens)
+    return torch.tensor([list(prompt)], device=model.device)

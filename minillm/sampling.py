@@ -1,0 +1,109 @@
+"""From logits to a token: greedy, temperature, top-k, top-p and min-p, seeded per request.
+
+Logits are unnormalized scores; softmax makes them probabilities (and log_softmax log-probabilities). All of that is done in
+float32, whatever the model's dtype: in 16 bits a sum over a vocabulary drifts and a masked token can come out as possible.
+"""
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from minillm.errors import UsageError
+
+SamplerLike: TypeAlias = Callable[[Tensor], Tensor]  # logits (B, V) -> tokens (B,)
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """The most probable token of each row: logits (B, V) -> (B,), the lowest id on a tie."""
+    return logits.argmax(dim=-1)
+
+
+def probabilities(
+    logits: Tensor,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+) -> Tensor:
+    """The distribution that a sampler draws from: logits (B, V) -> (B, V) float32, each row summing to 1.
+
+    Applied in this order, each to what the one before left, renormalized:
+    `temperature` divides the logits; `top_k` keeps the k most probable tokens; `top_p` keeps the smallest set of most
+    probable tokens that reaches that mass, the token that crosses it included (Holtzman et al., arXiv 1904.09751); `min_p`
+    keeps tokens at least that fraction as probable as the most probable one (Nguyen et al., arXiv 2407.01082). The most
+    probable token is always kept, so top_p near 0 is greedy.
+    """
+    scaled = logits.float() / temperature
+    # One descending order serves all filters. It is stable, so ties keep the order of their ids, as in `greedy`.
+    scaled, order = scaled.sort(dim=-1, descending=True, stable=True)
+    if top_k is not None:
+        scaled[..., top_k:] = -torch.inf
+    p = scaled.softmax(dim=-1)
+    if top_p is not None:
+        mass_before = p.cumsum(dim=-1) - p
+        mass_before[..., 0] = -1.0  # the argmax stays, also where top_p is 0
+        p = p.masked_fill(mass_before >= top_p, 0.0)
+        p = p / p.sum(dim=-1, keepdim=True)
+    if min_p is not None:
+        p = p.masked_fill(p < min_p * p[..., :1], 0.0)
+        p = p / p.sum(dim=-1, keepdim=True)
+    return torch.zeros_like(p).scatter_(-1, order, p)
+
+
+def draw(p: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """One token a row from probabilities (B, V) -> (B,), without asking the host anything.
+
+    The exponential race: with e_i ~ Exp(1), the largest p_i / e_i is token i with probability p_i. A token of probability 0
+    scores 0 and cannot win; the clamp keeps an e_i that rounded to 0 from making it 0/0.
+    """
+    e = torch.empty_like(p).exponential_(generator=generator).clamp_min_(torch.finfo(p.dtype).tiny)
+    return (p / e).argmax(dim=-1)
+
+
+class Sampler:
+    """Draws tokens: `Sampler(temperature=0.8, top_p=0.95, seed=1)`, used as `sampler=` of any stage.
+
+    Each request gets its own generator, started from `seed`, so the same request with the same seed gives the same text
+    again, whatever ran before it or beside it. Without a seed it differs each time. Temperature 0 is greedy.
+    Raises `UsageError` for settings outside their range.
+    """
+
+    def __init__(
+        self,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        seed: int | None = None,
+    ) -> None:
+        if not 0 <= temperature < float("inf"):
+            raise UsageError(f"temperature is {temperature}; it must be 0 (greedy) or a positive number.")
+        if top_k is not None and top_k < 1:
+            raise UsageError(f"top_k is {top_k}; it must be at least 1.")
+        for name, value in (("top_p", top_p), ("min_p", min_p)):
+            if value is not None and not 0 <= value <= 1:
+                raise UsageError(f"{name} is {value}; it must lie between 0 and 1.")
+        self.temperature, self.top_k, self.top_p, self.min_p, self.seed = temperature, top_k, top_p, min_p, seed
+        self._generator: torch.Generator | None = None
+
+    def fresh(self) -> "Sampler":
+        """A copy at the beginning of its random sequence."""
+        return Sampler(self.temperature, self.top_k, self.top_p, self.min_p, self.seed)
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        if self.temperature == 0:
+            return greedy(logits)
+        if self._generator is None and not logits.is_meta:
+            self._generator = torch.Generator(logits.device)
+            if self.seed is None:
+                self._generator.seed()
+            else:
+                self._generator.manual_seed(self.seed)
+        return draw(probabilities(logits, self.temperature, self.top_k, self.top_p, self.min_p), self._generator)
+
+
+def fresh(sampler: SamplerLike) -> SamplerLike:
+    """What a stage calls at the start of a request: a `Sampler` begins its sequence anew, a function is as it is."""
+    return sampler.fresh() if isinstance(sampler, Sampler) else sampler

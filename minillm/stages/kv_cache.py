@@ -1,0 +1,84 @@
+"""Chapter 2. The KV cache: keys and values of past tokens never change, so compute them once and keep them.
+
+Generation becomes two phases. *Prefill* runs the prompt in one pass and gives the first new token; each *decode* step then
+runs one token against the cache. Over n tokens, P weights, A = Hq D, L layers:
+
+    2 P n + 2 A L n^2            O(n) in the linear layers, O(n^2) in attention
+
+The price is memory, and a step whose arithmetic intensity is about one FLOP a byte (2-byte weights): every weight is read to
+be used once. This cache takes attention at its word and keeps one key and value for each *query* head, 2 L Hq D elements a
+token; chapter 3 keeps one for each KV head.
+
+Invariant: the position of a new token is the number of tokens before it.
+"""
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from minillm.errors import MinillmError
+from minillm.generation import Generation, OnToken, Recorder, prompt_tensor
+from minillm.model import Transformer
+from minillm.sampling import SamplerLike, fresh, greedy
+from minillm.stages.naive import causal_attention
+
+
+class KVCache:
+    """Keys and values of up to `capacity` tokens of each of B sequences, allocated once and filled from the left.
+
+    The prompt may come whole or in chunks of any size. Raises `MinillmError` when it is asked to hold more than `capacity`,
+    before anything is written: what is stored stays good.
+    """
+
+    def __init__(self, model: Transformer, capacity: int, batch: int = 1) -> None:
+        config = model.config
+        self.config = config
+        self.device = model.device
+        self.capacity = capacity
+        self.length = 0  # S: tokens in the cache
+        shape = (config.n_layers, batch, config.n_kv_heads, config.group_size, capacity, config.head_dim)
+        self.keys = torch.empty(shape, dtype=model.dtype, device=model.device)  # never read beyond `length`
+        self.values = torch.empty_like(self.keys)
+
+    def positions(self, n_tokens: int) -> Tensor:
+        start = self.length
+        if start + n_tokens > self.capacity:
+            raise MinillmError(
+                f"The KV cache is full: it holds {start} of {self.capacity} tokens and was asked for {n_tokens} more."
+            )
+        self.length = start + n_tokens
+        return torch.arange(start, self.length, device=self.device)[None]  # (1, T), the same for every sequence
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values = self.keys[layer], self.values[layer]  # (B, Hkv, G, capacity, D)
+        new = slice(self.length - q.shape[2], self.length)
+        keys[..., new, :] = k[:, :, None]  # one copy for each query head of the group
+        values[..., new, :] = v[:, :, None]
+        k = keys[..., : self.length, :].flatten(1, 2)  # (B, Hkv, G, S, D) -> (B, Hq, S, D), a view
+        v = values[..., : self.length, :].flatten(1, 2)
+        return causal_attention(q, k, v, self.config.sliding_window)
+
+
+@torch.inference_mode()
+def generate(
+    model: Transformer,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    *,
+    sampler: SamplerLike = greedy,
+    stop_tokens: Collection[int] = (),
+    on_token: OnToken | None = None,
+) -> Generation:
+    """Prefill the prompt, then decode one token a step. Raises `UsageError` for a prompt that cannot run."""
+    tokens = prompt_tensor(model, prompt, max_new_tokens)  # (1, T)
+    sampler = fresh(sampler)
+    recorder = Recorder(model.device, stop_tokens, on_token)
+    cache = KVCache(model, capacity=len(prompt) + max_new_tokens - 1)  # the last new token is never fed back
+    for _ in range(max_new_tokens):
+        hidden = model.hidden(tokens, cache)  # (1, T, C) in prefill, (1, 1, C) in decode
+        token = sampler(model.head(hidden[:, -1]))  # (1, V) -> (1,): only the last position is asked
+        if recorder.add(token):
+            break
+        tokens = token[:, None]  # (1, 1)
+    return recorder.finish()
