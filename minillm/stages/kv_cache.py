@@ -60,6 +60,18 @@ class KVCache:
         return causal_attention(q, k, v, self.config.sliding_window)
 
 
+def run(model: Transformer, tokens: Tensor, max_new_tokens: int, sampler: SamplerLike, recorder: Recorder) -> None:
+    """Prefill B prompts of equal length, tokens (B, T), then decode up to `max_new_tokens` for each, one a step."""
+    B, T = tokens.shape
+    cache = KVCache(model, capacity=T + max_new_tokens - 1, batch=B)  # the last new token is never fed back
+    for _ in range(max_new_tokens):
+        hidden = model.hidden(tokens, cache)  # (B, T, C) in prefill, (B, 1, C) in decode
+        token = sampler(model.head(hidden[:, -1]))  # (B, V) -> (B,): only the last position is asked
+        if recorder.add(token):
+            break
+        tokens = token[:, None]  # (B, 1)
+
+
 @torch.inference_mode()
 def generate(
     model: Transformer,
@@ -70,15 +82,8 @@ def generate(
     stop_tokens: Collection[int] = (),
     on_token: OnToken | None = None,
 ) -> Generation:
-    """Prefill the prompt, then decode one token a step. Raises `UsageError` for a prompt that cannot run."""
+    """Generate up to `max_new_tokens` after the prompt. Raises `UsageError` for a prompt that cannot run."""
     tokens = prompt_tensor(model, prompt, max_new_tokens)  # (1, T)
-    sampler = fresh(sampler)
     recorder = Recorder(model.device, stop_tokens, on_token)
-    cache = KVCache(model, capacity=len(prompt) + max_new_tokens - 1)  # the last new token is never fed back
-    for _ in range(max_new_tokens):
-        hidden = model.hidden(tokens, cache)  # (1, T, C) in prefill, (1, 1, C) in decode
-        token = sampler(model.head(hidden[:, -1]))  # (1, V) -> (1,): only the last position is asked
-        if recorder.add(token):
-            break
-        tokens = token[:, None]  # (1, 1)
+    run(model, tokens, max_new_tokens, fresh(sampler), recorder)
     return recorder.finish()

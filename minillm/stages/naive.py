@@ -55,6 +55,16 @@ class NoCache:
         return causal_attention(q, k, v, self.config.sliding_window)
 
 
+def run(model: Transformer, tokens: Tensor, max_new_tokens: int, sampler: SamplerLike, recorder: Recorder) -> None:
+    """Extend B prompts of equal length, tokens (B, T), by up to `max_new_tokens` each, recomputing everything for each."""
+    for _ in range(max_new_tokens):
+        logits = model(tokens, NoCache(model))  # (B, T, V), of which the last row is needed
+        token = sampler(logits[:, -1])  # (B,)
+        if recorder.add(token):
+            break
+        tokens = torch.cat([tokens, token[:, None]], dim=1)  # (B, T) -> (B, T+1)
+
+
 @torch.inference_mode()
 def generate(
     model: Transformer,
@@ -65,14 +75,8 @@ def generate(
     stop_tokens: Collection[int] = (),
     on_token: OnToken | None = None,
 ) -> Generation:
-    """Generate up to `max_new_tokens`, recomputing everything for each. Raises `UsageError` for a prompt that cannot run."""
+    """Generate up to `max_new_tokens` after the prompt. Raises `UsageError` for a prompt that cannot run."""
     tokens = prompt_tensor(model, prompt, max_new_tokens)  # (1, T)
-    sampler = fresh(sampler)
     recorder = Recorder(model.device, stop_tokens, on_token)
-    for _ in range(max_new_tokens):
-        logits = model(tokens, NoCache(model))  # (1, T, V), of which the last row is needed
-        token = sampler(logits[:, -1])  # (1,)
-        if recorder.add(token):
-            break
-        tokens = torch.cat([tokens, token[:, None]], dim=1)  # (1, T) -> (1, T+1)
+    run(model, tokens, max_new_tokens, fresh(sampler), recorder)
     return recorder.finish()
