@@ -1,0 +1,41 @@
+# `make tour` and `make test` each do everything on a fresh machine: environment, packages, model, run.
+# Another Python: make PYTHON=python3.12 test. Arguments of a tour: make tour ARGS="--stages kv_cache".
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed-for-$(notdir $(PYTHON))
+
+.PHONY: env tour test notebooks lint clean
+.DEFAULT_GOAL := tour
+
+env: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	  { echo "minillm needs Python 3.11 or newer, and $(PYTHON) is older or missing: install one and name it, as in make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@version=$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])') && \
+	  $(BIN)/python -m pip --version 2>/dev/null | grep -qF "(python $$version)" || $(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[dev,notebooks]"
+	@touch $@
+
+tour: env
+	@mkdir -p tour
+	$(BIN)/minillm tour --plot tour/roofline.png --json tour/tour.json $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+notebooks:
+	@echo "The chapters are not written yet: their notebooks come with them."
+
+clean:
+	rm -rf $(VENV) tour build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find minillm tests -name __pycache__ -type d -exec rm -rf {} +
