@@ -1,0 +1,229 @@
+"""What only a GPU can show: the same tokens as on the CPU, times from its own clock, and no waiting. Choices of dtype run anywhere."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers import SHAPES, STAGES, is_one_sentence, lively_model, logits_through, logits_whole, random_prompt
+
+from minillm.device import pick_device, pick_dtype
+from minillm.errors import MinillmError
+from minillm.generation import Generation
+from minillm.model import Transformer
+from minillm.sampling import Sampler
+from minillm.stages.kv_cache import KVCache
+
+
+def on_gpu(test: Any) -> Any:
+    """Marks a test that needs a GPU, and reports it as not run where there is none."""
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")(test))
+
+
+every_stage = pytest.mark.parametrize("stage", STAGES)
+every_shape = pytest.mark.parametrize("shape", SHAPES)
+
+
+@pytest.fixture(autouse=True)
+def exact_fp32() -> Iterator[None]:
+    """No TF32: it keeps 10 bits of a product's factors, which is not the fp32 that is compared here."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def on_cuda(shape: str, dtype: torch.dtype = torch.float32) -> Transformer:
+    return lively_model(SHAPES[shape], dtype=dtype).to("cuda")
+
+
+# --- On a GPU --------------------------------------------------------------------------------------------------------
+
+
+@on_gpu
+@every_stage
+@every_shape
+def test_fp32_tokens_on_cuda_equal_those_on_the_cpu(stage: str, shape: str) -> None:
+    cpu, cuda = lively_model(SHAPES[shape]), on_cuda(shape)
+    for seed, length in enumerate((1, 7, 40)):
+        prompt = random_prompt(length, 97, seed)
+        assert STAGES[stage](cuda, prompt, 24).tokens == STAGES[stage](cpu, prompt, 24).tokens
+
+
+@on_gpu
+@every_shape
+@pytest.mark.parametrize("size", [1, 6, 50])
+def test_fp32_logits_on_cuda_equal_those_on_the_cpu(shape: str, size: int) -> None:
+    tokens = torch.tensor([random_prompt(50, 97)])
+    expected, cuda = logits_whole(lively_model(SHAPES[shape]), tokens), on_cuda(shape)
+    actual = logits_through(cuda, tokens.cuda(), KVCache(cuda, 50), size).cpu()
+    # Twice the bound of helpers.rounding: two libraries also differ in exp, cos and sin, and sum in other orders throughout.
+    atol = 2 * 220 * torch.finfo(torch.float32).eps * expected.abs().max().item()
+    torch.testing.assert_close(actual, expected, rtol=0, atol=atol)
+
+
+@on_gpu
+@every_stage
+def test_smollm2_tokens_on_cuda_equal_those_on_the_cpu(stage: str, smollm2: tuple[Transformer, Any]) -> None:
+    model, tokenizer = smollm2
+    cuda = Transformer(model.config).to("cuda")
+    cuda.load_state_dict(model.state_dict())
+    for text in ("The capital of France is", "def fibonacci(n):", "Als Gregor Samsa eines Morgens"):
+        prompt = tokenizer.encode(text)
+        assert STAGES[stage](cuda, prompt, 32).tokens == STAGES["kv_cache"](model, prompt, 32).tokens
+
+
+@on_gpu
+@every_stage
+@every_shape
+@pytest.mark.parametrize("sampler", [None, Sampler(0.8, top_k=9, top_p=0.9, min_p=0.02, seed=3)], ids=["greedy", "sampled"])
+def test_generation_that_nobody_reads_never_waits_for_the_gpu(stage: str, shape: str, sampler: Sampler | None) -> None:
+    model = on_cuda(shape)
+    options = {} if sampler is None else {"sampler": sampler}
+    generate = STAGES[stage]
+    expected = generate(model, random_prompt(9, 97), 12, **options).tokens  # also warms up
+    torch.cuda.synchronize()
+    run = Unwatched(generate)
+    generation = run(model, random_prompt(9, 97), 12, **options)
+    assert generation.tokens == expected
+
+
+class Unwatched:
+    """Runs a stage so that any synchronization after its prompt's upload raises.
+
+    The upload itself is a copy from pageable memory, which waits by its nature, once and before the first pass. So the check is
+    switched on by the model's first embedding.
+    """
+
+    def __init__(self, generate: Any) -> None:
+        self.generate = generate
+
+    def __call__(self, model: Transformer, *args: Any, **options: Any) -> Generation:
+        hook = model.embed.register_forward_pre_hook(lambda *_: torch.cuda.set_sync_debug_mode("error"))
+        try:
+            return self.generate(model, *args, **options)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            hook.remove()
+
+
+@on_gpu
+@every_stage
+def test_the_watch_for_waiting_sees_a_reader(stage: str) -> None:
+    model = on_cuda("llama")
+
+    def reading(logits: torch.Tensor) -> torch.Tensor:
+        logits.max().item()
+        return logits.argmax(-1)
+
+    with pytest.raises(RuntimeError, match="synchroniz"):
+        Unwatched(STAGES[stage])(model, random_prompt(9, 97), 4, sampler=reading)
+
+
+@on_gpu
+@every_stage
+def test_times_on_cuda_come_from_events_and_increase(stage: str) -> None:
+    model = on_cuda("llama")
+    STAGES[stage](model, random_prompt(9, 97), 3)  # warm-up
+    torch.cuda.synchronize()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    generation = STAGES[stage](model, random_prompt(9, 97), 16)
+    end.record()
+    end.synchronize()
+    assert len(generation.times) == 16
+    assert all(0 < a < b for a, b in zip(generation.times, generation.times[1:], strict=False))
+    assert generation.times[-1] <= start.elapsed_time(end) / 1e3  # the events around the call enclose those inside
+
+
+@on_gpu
+@every_stage
+def test_stop_tokens_and_on_token_work_on_cuda(stage: str) -> None:
+    model, prompt = on_cuda("llama"), random_prompt(9, 97)
+    free = STAGES[stage](model, prompt, 16).tokens
+    seen: list[int] = []
+    stopped = STAGES[stage](model, prompt, 16, stop_tokens={free[5]}, on_token=seen.append)
+    assert stopped.tokens == seen == free[: free.index(free[5]) + 1]
+
+
+@on_gpu
+@every_stage
+def test_a_seed_gives_the_same_text_again_on_cuda(stage: str) -> None:
+    model, sampler = on_cuda("llama"), Sampler(0.9, seed=4)
+    first = STAGES[stage](model, [1, 2, 3], 20, sampler=sampler).tokens
+    assert STAGES[stage](model, [1, 2, 3], 20, sampler=sampler).tokens == first
+    assert STAGES[stage](model, [1, 2, 3], 20, sampler=Sampler(0.9, seed=5)).tokens != first
+
+
+@on_gpu
+@every_shape
+@pytest.mark.parametrize("dtype, unit", [(torch.bfloat16, 2.0**-9), (torch.float16, 2.0**-12)], ids=["bf16", "fp16"])
+def test_sixteen_bit_logits_on_cuda_stay_near_float32(shape: str, dtype: torch.dtype, unit: float) -> None:
+    if dtype == torch.bfloat16 and torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("this GPU has no bfloat16 arithmetic")
+    tokens = torch.tensor([random_prompt(40, 97)])
+    exact = logits_whole(lively_model(SHAPES[shape]), tokens)
+    model = on_cuda(shape, dtype)
+    for size in (1, 7, 40):
+        rounded = logits_through(model, tokens.cuda(), KVCache(model, 40), size).float().cpu()
+        # The bound of test_model.test_sixteen_bit_logits_stay_near_float32.
+        assert (rounded - exact).abs().max() <= 90 * unit * exact.abs().max()
+
+
+@on_gpu
+def test_a_model_moved_to_cuda_keeps_float32_frequencies_there() -> None:
+    frequencies = on_cuda("llama3", torch.float16).rope.frequencies
+    assert frequencies.device.type == "cuda" and frequencies.dtype == torch.float32
+    assert torch.equal(frequencies.cpu(), lively_model(SHAPES["llama3"]).rope.frequencies)
+
+
+# --- Anywhere: which dtype a device gets -----------------------------------------------------------------------------
+
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def pretend(capability: tuple[int, int], devices: int = 1) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Tesla T4")
+
+    return pretend
+
+
+@pytest.mark.parametrize("capability", [(7, 0), (7, 5), (6, 1)])
+def test_bf16_is_refused_below_compute_capability_8(capability: tuple[int, int], pretend: Any) -> None:
+    pretend(capability)
+    for asked in ("bf16", torch.bfloat16):
+        with pytest.raises(MinillmError, match="Tesla T4 has no bfloat16 arithmetic: use --dtype fp16") as error:
+            pick_dtype(asked, CUDA)
+        assert is_one_sentence(str(error.value))
+    assert pick_dtype(None, CUDA) == torch.float16
+    assert pick_dtype("fp16", CUDA) == torch.float16
+    assert pick_dtype("fp32", CUDA) == torch.float32
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (10, 0), (12, 0)])
+def test_bf16_is_the_default_from_compute_capability_8_on(capability: tuple[int, int], pretend: Any) -> None:
+    pretend(capability)
+    assert pick_dtype(None, CUDA) == pick_dtype("bf16", CUDA) == torch.bfloat16
+
+
+def test_cuda_is_the_default_where_there_is_one(pretend: Any) -> None:
+    pretend((9, 0), devices=2)
+    assert pick_device().type == "cuda"
+    assert pick_device("cuda:1") == torch.device("cuda:1")
+    with pytest.raises(MinillmError, match=r"There is no cuda:2: this machine has 2 CUDA device\(s\)") as error:
+        pick_device("cuda:2")
+    assert is_one_sentence(str(error.value))
+
+
+def test_cuda_asked_for_and_absent_is_refused_in_one_sentence(pretend: Any) -> None:
+    pretend((0, 0), devices=0)
+    assert pick_device().type == "cpu"
+    for name in ("cuda", "cuda:0"):
+        with pytest.raises(MinillmError, match="No CUDA device can be used here") as error:
+            pick_device(name)
+        assert is_one_sentence(str(error.value))
