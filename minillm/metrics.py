@@ -49,7 +49,7 @@ class FiveNumbers(TypedDict):
 
 
 def ttft(request: RequestTimes) -> float:
-    """Time to first token, seconds: first token - start. As in all five. Alone it is prefill; under load, mostly queueing."""
+    """Time to first token, seconds: first token - start. As in all five. Under load mostly queueing."""
     return request.tokens[0] - request.start
 
 
