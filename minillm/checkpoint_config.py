@@ -1,0 +1,157 @@
+"""A checkpoint's own description of its model, as a `ModelConfig`: from config.json or from GGUF metadata.
+
+What `Transformer` does not compute is refused here by name: a model that runs and is subtly wrong is worse than none.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from minillm.config import SUPPORTED, ModelConfig, llama3_rope_factors
+from minillm.errors import MinillmError
+
+GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")  # "llama" also stands for Mistral and SmolLM
+MAX_JSON_BYTES = 64 << 20
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises `MinillmError` if it is missing or is not one."""
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise MinillmError(f"{path} is too large to be the file that it is named as.")
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise MinillmError(f"Cannot read {path}: {error.strerror}.") from None
+    except (ValueError, RecursionError):
+        raise MinillmError(f"{path} is not valid JSON: fetch it again.") from None
+    if not isinstance(content, dict):
+        raise MinillmError(f"{path} does not hold a JSON object: fetch it again.")
+    return content
+
+
+def _require(source: Mapping[str, Any], key: str, kind: type, name: str) -> Any:
+    value = source.get(key)
+    number = kind in (int, float) and isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (number or isinstance(value, kind)):
+        found = "is missing" if key not in source else f"is {str(value)[:80]!r}, not a {kind.__name__}"
+        raise MinillmError(f"{name}: {key} {found} in the model's configuration.")
+    return value
+
+
+def config_from_hf(source: Mapping[str, Any], name: str) -> ModelConfig:
+    """The config in the contents of a Hugging Face config.json, of transformers 5 or older.
+
+    Keys that may be left out have the defaults of transformers' configuration classes. Raises `MinillmError` for what is
+    missing, impossible or not supported.
+    """
+    architecture = source.get("model_type")
+    if architecture not in SUPPORTED:
+        raise MinillmError(f"{name} is a {str(architecture)[:80]} model; supported are {', '.join(SUPPORTED)}.")
+    _refuse_unsupported(source, name)
+    n_heads = _require(source, "num_attention_heads", int, name)
+    d_model = _require(source, "hidden_size", int, name)
+    head_dim = source.get("head_dim")
+    if head_dim is None:
+        head_dim = 128 if architecture == "qwen3" else d_model // max(n_heads, 1)
+    n_kv_heads = source.get("num_key_value_heads")
+    theta, factors = _hf_rope(source, head_dim, name)
+    return ModelConfig(
+        name=name,
+        n_layers=_require(source, "num_hidden_layers", int, name),
+        d_model=d_model,
+        n_heads=n_heads,
+        n_kv_heads=n_heads if n_kv_heads is None else n_kv_heads,
+        head_dim=head_dim,
+        d_ff=_require(source, "intermediate_size", int, name),
+        vocab_size=_require(source, "vocab_size", int, name),
+        max_positions=_require(source, "max_position_embeddings", int, name),
+        tied_embeddings=bool(source.get("tie_word_embeddings", False)),
+        rope_theta=theta,
+        rope_factors=factors,
+        norm_eps=_require(source, "rms_norm_eps", float, name),
+        qk_norm=architecture == "qwen3",
+        qkv_bias=architecture == "qwen2",
+        sliding_window=source.get("sliding_window", 4096) if architecture == "mistral" else None,
+        architecture=str(architecture),
+    )
+
+
+def _refuse_unsupported(source: Mapping[str, Any], name: str) -> None:
+    """Raise `MinillmError` for a setting that would change the arithmetic in a way that `Transformer` does not follow."""
+    allowed: dict[str, tuple[object, ...]] = {
+        "hidden_act": ("silu", None),
+        "attention_bias": (False, None),  # a bias on the output projection too
+        "mlp_bias": (False, None),
+        "use_sliding_window": (False, None),
+        "partial_rotary_factor": (1, None),
+        "quantization_config": (None,),
+    }
+    for key, values in allowed.items():
+        if source.get(key) not in values:
+            raise MinillmError(f"{name} is not supported: its config.json sets {key} to {str(source[key])[:80]}.")
+
+
+def _hf_rope(source: Mapping[str, Any], head_dim: int, name: str) -> tuple[float, tuple[float, ...] | None]:
+    """theta and the divisors of the rotary frequencies, from `rope_parameters` (transformers 5) or the older two keys."""
+    rope = source.get("rope_parameters") or source.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise MinillmError(f"{name}: the RoPE settings in config.json are not a mapping.")
+    theta = rope.get("rope_theta", source.get("rope_theta", 10_000.0))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if rope.get("partial_rotary_factor", 1) != 1:
+        raise MinillmError(f"{name} turns only part of each head by its position, which is not supported.")
+    if kind in (None, "default"):
+        return theta, None
+    if kind != "llama3":
+        raise MinillmError(f"{name} uses RoPE scaling of type {str(kind)[:80]!r}; supported are default and llama3.")
+    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    factor, low, high, positions = (float(_require(rope, key, float, name)) for key in keys)
+    values = (factor, low, high, positions, _require({"rope_theta": theta}, "rope_theta", float, name))
+    # The head size is checked by ModelConfig, but the factors are computed before.
+    if not all(math.isfinite(v) and v > 0 for v in values) or high <= low or not isinstance(head_dim, int) or head_dim > 4096:
+        raise MinillmError(f"{name}: the llama3 RoPE settings in config.json are impossible.")
+    return theta, llama3_rope_factors(head_dim, theta, factor, low, high, int(positions))
+
+
+def config_from_gguf(
+    metadata: Mapping[str, Any], vocab_size: int, tied: bool, rope_factors: tuple[float, ...] | None, name: str
+) -> ModelConfig:
+    """The config in a GGUF file's metadata. The last arguments are told by its tensors.
+
+    Raises `MinillmError` for what is missing, impossible or not supported.
+    """
+    architecture = metadata.get("general.architecture")
+    if architecture not in GGUF_ARCHITECTURES:
+        supported = ", ".join(GGUF_ARCHITECTURES)
+        raise MinillmError(f"{name} holds a {str(architecture)[:80]} model; supported in GGUF files are {supported}.")
+    own = {key.removeprefix(f"{architecture}."): value for key, value in metadata.items()}
+    scaling = own.get("rope.scaling.type", "none")
+    if scaling != "none":
+        raise MinillmError(f"{name} uses RoPE scaling of type {str(scaling)[:80]!r}, which is not supported in GGUF files.")
+    n_heads = _require(own, "attention.head_count", int, name)
+    d_model = _require(own, "embedding_length", int, name)
+    head_dim = own.get("attention.key_length", d_model // max(n_heads, 1))
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if own.get(key, head_dim) != head_dim:
+            raise MinillmError(f"{name} is not supported: its {key} is {own[key]}, but its heads have {head_dim} numbers.")
+    return ModelConfig(
+        name=name,
+        n_layers=_require(own, "block_count", int, name),
+        d_model=d_model,
+        n_heads=n_heads,
+        n_kv_heads=own.get("attention.head_count_kv", n_heads),
+        head_dim=head_dim,
+        d_ff=_require(own, "feed_forward_length", int, name),
+        vocab_size=vocab_size,
+        max_positions=_require(own, "context_length", int, name),
+        tied_embeddings=tied,
+        rope_theta=own.get("rope.freq_base", 10_000.0),
+        rope_factors=rope_factors,
+        norm_eps=_require(own, "attention.layer_norm_rms_epsilon", float, name),
+        qk_norm=architecture == "qwen3",
+        qkv_bias=architecture == "qwen2",
+        sliding_window=own.get("attention.sliding_window"),
+        architecture=str(architecture),
+    )

@@ -1,0 +1,62 @@
+"""Renders one chat template in a process of its own. Run by chat_template.py, never imported.
+
+A template is a program that came with a checkpoint. jinja2's sandbox keeps it from reaching anything, but not from looping
+forever or building a string of many gigabytes: limits of the operating system do. Standard input holds the template and its
+variables as JSON, standard output the text, or a message after an exit status of 1.
+"""
+
+import datetime
+import json
+import sys
+from typing import Any, NoReturn
+
+
+def limit_resources(cpu_seconds: int, memory_bytes: int) -> None:
+    try:
+        import resource
+    except ImportError:  # Windows: the time limit of the parent process is left
+        return
+    for kind, limit in ((resource.RLIMIT_CPU, cpu_seconds), (resource.RLIMIT_AS, memory_bytes)):
+        try:
+            resource.setrlimit(kind, (limit, limit))
+        except (ValueError, OSError):  # a lower limit is set already, or the system has none of this kind
+            pass
+
+
+def raise_exception(message: str) -> NoReturn:
+    from jinja2 import TemplateError
+
+    raise TemplateError(message)
+
+
+def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    """jinja2's own filter escapes HTML, which no model was trained on."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def render(template: str, variables: dict[str, Any]) -> str:
+    """The text, under the settings and with the helpers that templates are written for."""
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment.from_string(template).render(**variables)
+
+
+def main() -> int:
+    request = json.load(sys.stdin.buffer)
+    limit_resources(request["cpu_seconds"], request["memory_bytes"])
+    try:
+        text, status = render(request["template"], request["variables"]), 0
+    except Exception as error:  # whatever a template can raise is its author's message to us
+        text, status = f"{type(error).__name__}: {error}", 1
+    sys.stdout.buffer.write(text[: request["max_output"]].encode("utf-8", "replace"))
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

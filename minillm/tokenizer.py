@@ -1,0 +1,334 @@
+"""Text to token ids and back: `Tokenizer`, made from a GGUF file, from a tokenizer.json, or of plain bytes.
+
+The splitting is done by the `tokenizers` library. This module sets it up as the checkpoint says, and adds what a language
+model needs around it: the chat template, the tokens that end an answer, and decoding one token at a time.
+"""
+
+import codecs
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+
+from minillm import chat_template
+from minillm.checkpoint_config import read_json
+from minillm.errors import MinillmError, UsageError
+from minillm.gguf_file import GGUFFile
+
+CONTROL_TOKEN, USER_DEFINED_TOKEN = 3, 4  # tokenizer.ggml.token_type
+
+
+class Tokenizer:
+    """Between text and token ids 0 ... vocab_size - 1. An id that the vocabulary does not name stands for no text.
+
+    `stop_tokens` are the ids that end an answer. Special tokens, the marks around messages and such, are read in
+    text that is encoded and left out of text that is decoded.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        vocab_size: int | None = None,
+        stop_tokens: Sequence[int] = (),
+        bos_token: str | None = None,
+        eos_token: str | None = None,
+        add_bos: bool | None = None,
+        template: str | None = None,
+    ) -> None:
+        """`add_bos` None leaves it to the backend whether encoded text begins with the BOS token."""
+        self.backend = backend
+        self.vocab_size = vocab_size or backend.get_vocab_size()
+        self.stop_tokens = frozenset(stop_tokens)
+        self.template = template
+        self._add_bos = add_bos
+        self._bos_id = None if bos_token is None else backend.token_to_id(bos_token)
+        self._special_tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
+        added = backend.get_added_tokens_decoder()
+        self._silent = {token for token, entry in added.items() if entry.special}  # special tokens are not decoded
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text`, after a BOS token where the checkpoint asks for one. Raises `UsageError` for what is no text."""
+        ids = self._encode(text, add_special_tokens=self._add_bos is not False)
+        if self._add_bos and self._bos_id is not None and ids[:1] != [self._bos_id]:
+            ids.insert(0, self._bos_id)
+        return ids
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        except (TypeError, UnicodeError):  # UnicodeError: half of a surrogate pair
+            raise UsageError("Only text that is valid Unicode can be encoded.") from None
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids` without special tokens; bytes that are no UTF-8 become U+FFFD. Raises `UsageError` for a bad id."""
+        return str(self.backend.decode([self._check(token) for token in ids], skip_special_tokens=True))
+
+    def _check(self, token: int) -> int:
+        if not isinstance(token, int) or not 0 <= token < self.vocab_size:
+            raise UsageError(f"Token id {token!r} is not a whole number from 0 to {self.vocab_size - 1}.")
+        return token
+
+    def chat(self, messages: str | Sequence[Mapping[str, Any]]) -> list[int]:
+        """The ids of a conversation, up to where the assistant is to go on; a string is one message of the user.
+
+        Raises `UsageError` for bad messages, `MinillmError` for a checkpoint whose template is missing or fails.
+        """
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        chat_template.check_messages(messages)
+        if self.template is None:
+            raise MinillmError("This checkpoint has no chat template: encode the prompt as plain text.")
+        text = chat_template.render(self.template, messages, self._special_tokens)
+        return self._encode(text, add_special_tokens=False)  # the template itself writes the BOS token
+
+    def stream(self) -> "TextStream":
+        """A new decoder that takes one id at a time."""
+        byte_level = isinstance(self.backend.decoder, decoders.ByteLevel)
+        return ByteStream(self) if byte_level else WindowStream(self)
+
+    def token_text(self, token: int) -> str:
+        """How the vocabulary writes a token; empty for one that decoding leaves out. Raises `UsageError` for a bad id."""
+        self._check(token)
+        return "" if token in self._silent else self.backend.id_to_token(token) or ""
+
+
+class TextStream:
+    """Decodes ids one by one. The pieces, joined with the last one of `flush`, are `decode` of all ids."""
+
+    def push(self, token: int) -> str:
+        """The text that is certain now, perhaps none: never part of a character. Raises `UsageError` for a bad id."""
+        raise NotImplementedError
+
+    def flush(self) -> str:
+        """The text that was held back. The stream then begins anew."""
+        raise NotImplementedError
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's letters for the 256 bytes: a printable byte is its own letter, the others take those from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {chr(byte): byte for byte in printable}
+    return letters | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_OF_LETTER = _byte_alphabet()
+
+
+class ByteStream(TextStream):
+    """For a byte-level vocabulary, where a token is a string of bytes: UTF-8 tells when a character is whole."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: int) -> str:
+        text = self._tokenizer.token_text(token)
+        try:
+            return self._utf8.decode(bytes(BYTE_OF_LETTER[letter] for letter in text))
+        except KeyError:  # a token that was added as plain text
+            return self._utf8.decode(text.encode())
+
+    def flush(self) -> str:
+        text = self._utf8.decode(b"", final=True)
+        self._utf8.reset()
+        return text
+
+
+class WindowStream(TextStream):
+    """For any other vocabulary: decode the last few tokens, and give out what follows the text that was given out before.
+
+    The window begins at a token whose text is settled, so that what decoders do at the start of a text (most drop a space
+    there) is behind it. Tokens such as <0xE2> stand for one byte, and a run of them is settled when it has ended.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._window: list[int] = []
+        self._shown = ""  # the text of the window that was given out
+
+    def push(self, token: int) -> str:
+        text = self._tokenizer.token_text(token)
+        if not text:
+            return ""
+        self._window.append(token)
+        size = len(self._window)
+        # A character has at most 4 bytes, so a longer window holds none that can be whole soon: look at it only when
+        # its size has doubled, or the work for a run of n such tokens would grow as n^2.
+        if text.startswith("<0x") or (size > 8 and size & (size - 1)):
+            return ""
+        text = self._tokenizer.decode(self._window)
+        if text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        piece = text[len(self._shown) :]
+        self._window, self._shown = [token], self._tokenizer.decode([token])
+        return piece
+
+    def flush(self) -> str:
+        piece = self._tokenizer.decode(self._window)[len(self._shown) :]
+        self._window, self._shown = [], ""
+        return piece
+
+
+# --- Making tokenizers
+
+
+# How each `tokenizer.ggml.pre` cuts text before merging, as the original tokenizer.json of its model does. They are not
+# interchangeable: with another rule the text still comes back whole, in tokens that the model never saw.
+_LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+
+
+def _regex_split(pattern: str) -> list[Any]:
+    return [
+        pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+
+
+_PRE_TOKENIZERS: dict[str, Callable[[], list[Any]]] = {
+    "gpt-2": lambda: [pre_tokenizers.ByteLevel(add_prefix_space=False)],
+    "smollm": lambda: [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)],
+    "llama-bpe": lambda: _regex_split(_LLAMA3_SPLIT),
+    "qwen2": lambda: _regex_split(_QWEN2_SPLIT),
+}
+
+
+def tokenizer_from_gguf(file: GGUFFile, vocab_size: int | None = None) -> Tokenizer:
+    """The tokenizer in a GGUF file's metadata. Raises `MinillmError` if it is missing, damaged or not supported."""
+    metadata = file.metadata
+    kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
+    advice = "use the folder with its tokenizer.json instead"
+    if kind != "gpt2":
+        raise MinillmError(f"{file.path} has a vocabulary of type {str(kind)[:80]!r}; gpt2 (BPE) is supported: {advice}.")
+    if pre not in _PRE_TOKENIZERS:
+        known = ", ".join(_PRE_TOKENIZERS)
+        raise MinillmError(f"{file.path} cuts text by the rule {str(pre)[:80]!r}; supported are {known}: {advice}.")
+    names = metadata.get("tokenizer.ggml.tokens")
+    merges = metadata.get("tokenizer.ggml.merges")
+    if not isinstance(names, list) or not isinstance(merges, list) or len(set(names)) != len(names):
+        raise MinillmError(f"{file.path} holds no vocabulary that can be used: fetch it again.")
+    backend = _bpe(names, merges, str(pre), str(file.path))
+    for token_type, special in ((CONTROL_TOKEN, True), (USER_DEFINED_TOKEN, False)):
+        types = metadata.get("tokenizer.ggml.token_type", [])
+        tokens = [name for name, kind in zip(names, types, strict=False) if kind == token_type]
+        backend.add_tokens([AddedToken(name, special=special, normalized=False) for name in tokens])
+
+    def token_id(key: str) -> int | None:
+        value = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        return value if isinstance(value, int) and 0 <= value < len(names) else None
+
+    bos, eos = token_id("bos"), token_id("eos")
+    template = metadata.get("tokenizer.chat_template")
+    return Tokenizer(
+        backend,
+        vocab_size=vocab_size,
+        stop_tokens=[token for token in (eos, token_id("eot"), token_id("eom")) if token is not None],
+        bos_token=None if bos is None else names[bos],
+        eos_token=None if eos is None else names[eos],
+        add_bos=metadata.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe") is True,
+        template=template if isinstance(template, str) else None,
+    )
+
+
+def _bpe(names: list[str], merges: list[str], pre: str, source: str) -> tokenizers.Tokenizer:
+    """A byte-level BPE tokenizer: merges are pairs of tokens, in the order in which they are joined."""
+    pairs = [tuple(merge.split(" ")) for merge in merges]
+    try:
+        vocabulary = {name: i for i, name in enumerate(names)}
+        # Llama 3 takes a piece that is a token as it is, also where its merges do not lead to it.
+        model = models.BPE(vocabulary, pairs, ignore_merges=pre == "llama-bpe")  # type: ignore[arg-type]
+    except Exception as error:  # the library raises bare Exception and TypeError
+        raise MinillmError(f"{source} holds merges that do not fit its vocabulary ({error}): fetch it again.") from None
+    backend = tokenizers.Tokenizer(model)
+    if pre == "qwen2":
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.Sequence(_PRE_TOKENIZERS[pre]())
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def tokenizer_from_folder(folder: Path, vocab_size: int | None = None) -> Tokenizer:
+    """The tokenizer of a folder in Hugging Face form. Raises `MinillmError` if it is missing or damaged.
+
+    tokenizer.json must be there; the chat template and the stop tokens come from the files beside it.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise MinillmError(f"{folder} has no tokenizer.json, which holds the vocabulary: fetch it too.")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise MinillmError(f"{path} cannot be read ({str(error)[:200]}): it is damaged, so fetch it again.") from None
+    # A tokenizer.json may ask for padding or truncation, for training in batches.
+    backend.no_padding()
+    backend.no_truncation()
+    settings = _optional_json(folder / "tokenizer_config.json")
+    stops: set[int] = set()
+    for source in (_optional_json(folder / "generation_config.json"), _optional_json(folder / "config.json")):
+        value = source.get("eos_token_id")
+        stops.update(token for token in (value if isinstance(value, list) else [value]) if isinstance(token, int))
+    bos_token, eos_token = _token_content(settings.get("bos_token")), _token_content(settings.get("eos_token"))
+    if eos_token is not None and (eos := backend.token_to_id(eos_token)) is not None:
+        stops.add(eos)
+    add_bos = settings.get("add_bos_token")
+    return Tokenizer(
+        backend,
+        vocab_size=vocab_size,
+        stop_tokens=sorted(stops),
+        bos_token=bos_token,
+        eos_token=eos_token,
+        add_bos=add_bos if isinstance(add_bos, bool) else None,
+        template=_folder_template(folder, settings),
+    )
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}
+
+
+def _token_content(entry: object) -> str | None:
+    """The text of a special token, which is written as a string or as a mapping with its properties."""
+    content = entry.get("content") if isinstance(entry, dict) else entry
+    return content if isinstance(content, str) else None
+
+
+def _folder_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise MinillmError(f"Cannot read {path}: {error}.") from None
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several templates, by name
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+BYTE_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: "
+BYTE_STOP_TOKEN = "<|end|>"
+
+
+def byte_tokenizer(vocab_size: int) -> Tokenizer:
+    """A tokenizer without a checkpoint: ids 0 to 255 are bytes, 256 ends an answer, and higher ones stand for no text.
+
+    Raises `UsageError` for a vocabulary of fewer than 256 tokens.
+    """
+    if vocab_size < 256:
+        raise UsageError(f"A vocabulary of {vocab_size} tokens cannot hold the 256 bytes.")
+    backend = _bpe(sorted(BYTE_OF_LETTER, key=BYTE_OF_LETTER.__getitem__), [], "gpt-2", "bytes")
+    stop_tokens = []
+    if vocab_size > 256:
+        backend.add_special_tokens([BYTE_STOP_TOKEN])
+        stop_tokens.append(256)
+    return Tokenizer(
+        backend, vocab_size=vocab_size, stop_tokens=stop_tokens, eos_token=BYTE_STOP_TOKEN, template=BYTE_TEMPLATE
+    )
