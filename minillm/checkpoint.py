@@ -25,7 +25,15 @@ from minillm.model import Transformer
 from minillm.tokenizer import Tokenizer, byte_tokenizer, tokenizer_from_folder, tokenizer_from_gguf
 from minillm.weights import StoredTensor, fill_model, random_model
 
-__all__ = ["config_from_hf", "default_model_path", "load", "load_gguf", "load_safetensors", "random_model", "read_config"]
+__all__ = [
+    "config_from_hf",
+    "default_model_path",
+    "load",
+    "load_gguf",
+    "load_safetensors",
+    "random_model",
+    "read_config",
+]
 
 DEFAULT_MODEL = "smollm2-135m"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -146,7 +154,9 @@ def _gguf_reader(file: GGUFFile, name: str, row_order: Any) -> Callable[[Tensor]
 def _gguf_config(file: GGUFFile, name: str) -> ModelConfig:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
-        raise MinillmError(f"{file.path} holds no token_embd.weight: it is not a language model, or one part of several.")
+        raise MinillmError(
+            f"{file.path} holds no token_embd.weight: it is not a language model, or one part of several."
+        )
     factors = None
     if _ROPE_FACTORS in file.tensors:
         shape = file.tensors[_ROPE_FACTORS].shape
@@ -184,7 +194,9 @@ def load_safetensors(
                     raise MinillmError(f"{path} stores {key[:80]} as {view.get_dtype()}; supported are {supported}.")
                 stored[key] = StoredTensor(tuple(view.get_shape()), _safetensors_reader(file, key))
         except (SafetensorError, OSError) as error:
-            raise MinillmError(f"{path} cannot be read ({error}): it is damaged or missing, so fetch it again.") from None
+            raise MinillmError(
+                f"{path} cannot be read ({error}): it is damaged or missing, so fetch it again."
+            ) from None
     return fill_model(config, stored, device, pick_dtype(dtype, device))
 
 

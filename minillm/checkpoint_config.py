@@ -110,7 +110,12 @@ def _hf_rope(source: Mapping[str, Any], head_dim: int, name: str) -> tuple[float
     factor, low, high, positions = (float(_require(rope, key, float, name)) for key in keys)
     values = (factor, low, high, positions, _require({"rope_theta": theta}, "rope_theta", float, name))
     # The head size is checked by ModelConfig, but the factors are computed before.
-    if not all(math.isfinite(v) and v > 0 for v in values) or high <= low or not isinstance(head_dim, int) or head_dim > 4096:
+    if (
+        not all(math.isfinite(v) and v > 0 for v in values)
+        or high <= low
+        or not isinstance(head_dim, int)
+        or head_dim > 4096
+    ):
         raise MinillmError(f"{name}: the llama3 RoPE settings in config.json are impossible.")
     return theta, llama3_rope_factors(head_dim, theta, factor, low, high, int(positions))
 
@@ -129,13 +134,17 @@ def config_from_gguf(
     own = {key.removeprefix(f"{architecture}."): value for key, value in metadata.items()}
     scaling = own.get("rope.scaling.type", "none")
     if scaling != "none":
-        raise MinillmError(f"{name} uses RoPE scaling of type {str(scaling)[:80]!r}, which is not supported in GGUF files.")
+        raise MinillmError(
+            f"{name} uses RoPE scaling of type {str(scaling)[:80]!r}, which is not supported in GGUF files."
+        )
     n_heads = _require(own, "attention.head_count", int, name)
     d_model = _require(own, "embedding_length", int, name)
     head_dim = own.get("attention.key_length", d_model // max(n_heads, 1))
     for key in ("attention.value_length", "rope.dimension_count"):
         if own.get(key, head_dim) != head_dim:
-            raise MinillmError(f"{name} is not supported: its {key} is {own[key]}, but its heads have {head_dim} numbers.")
+            raise MinillmError(
+                f"{name} is not supported: its {key} is {own[key]}, but its heads have {head_dim} numbers."
+            )
     return ModelConfig(
         name=name,
         n_layers=_require(own, "block_count", int, name),

@@ -197,7 +197,9 @@ def _locate(name: str, shape: tuple[int, ...], code: int, offset: int, data_star
         raise _Damaged(f"tensor {name[:80]!r} has the unknown type {code}") from None
     block_elements, block_bytes = GGML_QUANT_SIZES[kind]
     if min(shape) < 1 or shape[-1] % block_elements:
-        raise _Damaged(f"tensor {name[:80]!r} has shape {list(shape)}, and {kind.name} comes in rows of {block_elements}")
+        raise _Damaged(
+            f"tensor {name[:80]!r} has shape {list(shape)}, and {kind.name} comes in rows of {block_elements}"
+        )
     n_bytes = math.prod(shape) // block_elements * block_bytes
     if data_start + offset + n_bytes > file_size:
         raise _Damaged(f"tensor {name[:80]!r} reaches past its end: it was cut short, or its offsets are wrong")

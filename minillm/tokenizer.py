@@ -206,7 +206,9 @@ def tokenizer_from_gguf(file: GGUFFile, vocab_size: int | None = None) -> Tokeni
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     advice = "use the folder with its tokenizer.json instead"
     if kind != "gpt2":
-        raise MinillmError(f"{file.path} has a vocabulary of type {str(kind)[:80]!r}; gpt2 (BPE) is supported: {advice}.")
+        raise MinillmError(
+            f"{file.path} has a vocabulary of type {str(kind)[:80]!r}; gpt2 (BPE) is supported: {advice}."
+        )
     if pre not in _PRE_TOKENIZERS:
         known = ", ".join(_PRE_TOKENIZERS)
         raise MinillmError(f"{file.path} cuts text by the rule {str(pre)[:80]!r}; supported are {known}: {advice}.")

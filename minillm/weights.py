@@ -8,11 +8,14 @@ than it takes to copy it:
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from minillm.config import ModelConfig
 from minillm.errors import MinillmError
@@ -71,14 +74,29 @@ def _check_tensors(parts: Mapping[str, Tensor], stored: Mapping[str, StoredTenso
     for name, part in parts.items():
         if stored[name].shape != part.shape:
             found, expected = list(stored[name].shape), list(part.shape)
-            raise MinillmError(f"{config.name}: {name} has shape {found} in the file and {expected} by its configuration.")
+            raise MinillmError(
+                f"{config.name}: {name} has shape {found} in the file and {expected} by its configuration."
+            )
+
+
+_INITIALIZERS = (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_)
+
+
+class _NoInitialization(TorchFunctionMode):
+    """Builds layers without their first random values: they would be written over, and take a second on `meta`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return None if func in _INITIALIZERS else func(*args, **(kwargs or {}))
+
+
+def _meta_model(config: ModelConfig) -> Transformer:
+    with torch.device("meta"), _NoInitialization():
+        return Transformer(config)
 
 
 def _empty_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Transformer:
     """The model with memory and without values."""
-    with torch.device("meta"):
-        model = Transformer(config)
-    model.to(dtype=dtype)
+    model = _meta_model(config).to(dtype=dtype)
     try:
         model.to_empty(device=device)
     except (RuntimeError, MemoryError):  # torch.OutOfMemoryError is a RuntimeError
@@ -95,13 +113,24 @@ def fill_model(
     config: ModelConfig, stored: Mapping[str, StoredTensor], device: torch.device, dtype: torch.dtype
 ) -> Transformer:
     """A model with the weights of a file. Raises `MinillmError` if they are not those that its configuration asks for."""
-    with torch.device("meta"):
-        _check_tensors(named_parts(Transformer(config)), stored, config)
+    _check_tensors(named_parts(_meta_model(config)), stored, config)
     model = _empty_model(config, device, dtype)
     if device.type != "meta":
-        for name, part in named_parts(model).items():
-            stored[name].read_into(part)
+        with _one_thread():
+            for name, part in named_parts(model).items():
+                stored[name].read_into(part)
     return model
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let PyTorch use one thread: on a busy machine, waiting for a second one at each small copy takes most of the time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def random_model(
