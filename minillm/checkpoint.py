@@ -3,7 +3,6 @@
 Nothing is ever unpickled: both formats are plain tables of numbers. How they get into the model is told in weights.py.
 """
 
-import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -159,8 +158,7 @@ def _gguf_config(file: GGUFFile, name: str) -> ModelConfig:
         )
     factors = None
     if _ROPE_FACTORS in file.tensors:
-        shape = file.tensors[_ROPE_FACTORS].shape
-        values = torch.empty(shape if math.prod(shape) < 1 << 16 else 0)
+        values = torch.empty(file.tensors[_ROPE_FACTORS].shape, device="cpu")
         file.read_into(_ROPE_FACTORS, values)
         factors = tuple(values.flatten().tolist())
     tied = "output.weight" not in file.tensors
@@ -185,7 +183,8 @@ def load_safetensors(
     for path in _shards(folder):
         try:
             file = safe_open(path, framework="pt")
-            for key in file.keys():
+            keys: list[str] = file.keys()
+            for key in keys:
                 if key in stored:
                     raise MinillmError(f"{folder} holds the tensor {key[:80]!r} twice: fetch it again.")
                 view = file.get_slice(key)

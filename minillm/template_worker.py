@@ -5,6 +5,7 @@ forever or building a string of many gigabytes: limits of the operating system d
 variables as JSON, standard output the text, or a message after an exit status of 1.
 """
 
+import contextlib
 import datetime
 import json
 import sys
@@ -17,10 +18,9 @@ def limit_resources(cpu_seconds: int, memory_bytes: int) -> None:
     except ImportError:  # Windows: the time limit of the parent process is left
         return
     for kind, limit in ((resource.RLIMIT_CPU, cpu_seconds), (resource.RLIMIT_AS, memory_bytes)):
-        try:
+        # Where a lower limit is set already, or the system has none of this kind, it stays as it is.
+        with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(kind, (limit, limit))
-        except (ValueError, OSError):  # a lower limit is set already, or the system has none of this kind
-            pass
 
 
 def raise_exception(message: str) -> NoReturn:

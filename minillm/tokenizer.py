@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
@@ -217,9 +218,10 @@ def tokenizer_from_gguf(file: GGUFFile, vocab_size: int | None = None) -> Tokeni
     if not isinstance(names, list) or not isinstance(merges, list) or len(set(names)) != len(names):
         raise MinillmError(f"{file.path} holds no vocabulary that can be used: fetch it again.")
     backend = _bpe(names, merges, str(pre), str(file.path))
+    types = metadata.get("tokenizer.ggml.token_type")
     for token_type, special in ((CONTROL_TOKEN, True), (USER_DEFINED_TOKEN, False)):
-        types = metadata.get("tokenizer.ggml.token_type", [])
-        tokens = [name for name, kind in zip(names, types, strict=False) if kind == token_type]
+        marked = types == token_type if isinstance(types, np.ndarray) else ()
+        tokens = [name for name, mark in zip(names, marked, strict=False) if mark]
         backend.add_tokens([AddedToken(name, special=special, normalized=False) for name in tokens])
 
     def token_id(key: str) -> int | None:

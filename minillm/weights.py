@@ -38,6 +38,7 @@ def named_parts(model: Transformer) -> dict[str, Tensor]:
     parts = {"model.embed_tokens.weight": model.embed.weight, "model.norm.weight": model.norm.weight}
     if not model.config.tied_embeddings:
         parts["lm_head.weight"] = model.head.weight
+    block: Any  # a ModuleList does not tell the type of what it holds
     for i, block in enumerate(model.blocks):
         attention, mlp = block.attention, block.mlp
         layer = {
