@@ -68,7 +68,9 @@ class ModelConfig:
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
                 raise MinillmError(f"{self.name}: {field} is {value!r}; it must be a whole number from 1 to {limit:,}.")
         if self.n_heads % self.n_kv_heads:
-            raise MinillmError(f"{self.name}: {self.n_heads} query heads do not divide into {self.n_kv_heads} KV heads.")
+            raise MinillmError(
+                f"{self.name}: {self.n_heads} query heads do not divide into {self.n_kv_heads} KV heads."
+            )
         if self.head_dim % 2:
             raise MinillmError(f"{self.name}: head_dim is {self.head_dim}; rotary embedding needs an even number.")
         if self.rope_factors is not None and len(self.rope_factors) != self.head_dim // 2:

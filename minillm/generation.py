@@ -28,7 +28,9 @@ class Generation:
     def tokens(self) -> list[int]:
         """The new token ids, in order, a stop token included. Raises `MinillmError` on the `meta` device."""
         if self._tokens and self._tokens[0].is_meta:
-            raise MinillmError("A generation on the meta device has shapes but no tokens: load the model on cpu or cuda.")
+            raise MinillmError(
+                "A generation on the meta device has shapes but no tokens: load the model on cpu or cuda."
+            )
         return torch.cat(self._tokens).tolist() if self._tokens else []
 
     @cached_property
@@ -65,14 +67,16 @@ class Clock:
             return []
         if self.on_gpu:
             self._marks[-1].synchronize()  # type: ignore[union-attr]
-            return [self._start.elapsed_time(mark) / 1e3 for mark in self._marks]  # type: ignore[union-attr]
+            return [self._start.elapsed_time(mark) / 1e3 for mark in self._marks]  # type: ignore[union-attr, arg-type]
         return [mark - self._start for mark in self._marks]  # type: ignore[operator]
 
 
 class Recorder:
     """Collects a request's tokens as they come. The host looks at a token only when someone asked to see it."""
 
-    def __init__(self, device: torch.device, stop_tokens: Collection[int] = (), on_token: OnToken | None = None) -> None:
+    def __init__(
+        self, device: torch.device, stop_tokens: Collection[int] = (), on_token: OnToken | None = None
+    ) -> None:
         self._tokens: list[Tensor] = []
         self._clock = Clock(device)
         self._stop_tokens = frozenset(stop_tokens)

@@ -40,7 +40,9 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.register_buffer("frequencies", self._compute_frequencies().to(torch.get_default_device()), persistent=False)
+        self.register_buffer(
+            "frequencies", self._compute_frequencies().to(torch.get_default_device()), persistent=False
+        )
 
     def _compute_frequencies(self) -> Tensor:
         exponents = torch.arange(0, self.config.head_dim, 2, device="cpu").float() / self.config.head_dim

@@ -1,0 +1,262 @@
+"""The `minillm` command. Exit status: 0 done, 1 the work failed, 2 the command was wrong. An error is one sentence."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
+
+from minillm.errors import MinillmError, UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+    from minillm.roofline.ceilings import Ceilings
+
+DEFAULT_MODEL = "smollm2-135m"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"minillm: {message[:1].upper()}{message[1:]}. See {self.prog} --help.\n")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    args = _parser().parse_args(argv)
+    try:
+        args.run(args)
+    except UsageError as error:
+        return _fail(2, str(error))
+    except MinillmError as error:
+        return _fail(1, str(error))
+    except KeyboardInterrupt:
+        return _fail(130, "Interrupted.")
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left: nobody to tell
+        return 1
+    except Exception as error:
+        if os.environ.get("MINILLM_DEBUG"):
+            raise
+        summary = (str(error).splitlines() or [""])[0]
+        return _fail(
+            1, f"Unexpected {type(error).__name__}: {summary} Set MINILLM_DEBUG=1 to see where, and please report it."
+        )
+    return 0
+
+
+def _fail(status: int, message: str) -> int:
+    print(f"minillm: {message}", file=sys.stderr)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="minillm", description="Learn LLM inference engineering: run a stage, measure it, predict it."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    tour = _command(commands, "tour", _tour, "every stage on one prompt: prediction, text, five numbers, roofline")
+    _model_options(tour)
+    tour.add_argument("--stages", metavar="A,B", help="stages to run, in this order (default: all)")
+    tour.add_argument("--prompt", metavar="TEXT", help="what to ask the model")
+    tour.add_argument("--max-new-tokens", type=int, default=48, metavar="N", help="tokens to generate (default: 48)")
+    tour.add_argument("--price-per-hour", type=_price, default=1.0, metavar="USD", help="of the machine (default: 1)")
+    tour.add_argument("--json", metavar="FILE", help="write everything measured as JSON")
+    tour.add_argument("--plot", metavar="FILE", help="write the roofline diagram (.png, .svg or .pdf)")
+
+    generate = _command(commands, "generate", _generate, "stream an answer, then the five numbers")
+    generate.add_argument("prompt")
+    _model_options(generate)
+    generate.add_argument("--stage", default="kv_cache", metavar="S", help="stage to generate with (default: kv_cache)")
+    generate.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
+    generate.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="at most (default: 128)")
+    generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
+    generate.add_argument("--top-k", type=int, metavar="K", help="draw from the K most probable tokens")
+    generate.add_argument("--top-p", type=float, metavar="P", help="draw from the smallest set of that probability")
+    generate.add_argument("--min-p", type=float, metavar="P", help="drop tokens less probable than P times the best")
+    generate.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text again")
+    generate.add_argument(
+        "--price-per-hour", type=_price, default=1.0, metavar="USD", help="of the machine (default: 1)"
+    )
+
+    roofline = _command(commands, "roofline", _roofline, "measure this machine's ceilings, beside the datasheet")
+    _device_options(roofline)
+    roofline.add_argument("--json", metavar="FILE", help="write the ceilings as JSON")
+
+    predict = _command(commands, "predict", _predict, "what a stage will take on any hardware, without weights")
+    predict.add_argument("--model", required=True, metavar="M", help="a known model, such as llama-3-8b")
+    predict.add_argument(
+        "--hardware", required=True, metavar="H", help="such as h100-sxm, or `this` to measure this machine"
+    )
+    predict.add_argument("--stage", required=True, metavar="S", help="such as kv_cache")
+    predict.add_argument("--batch", type=int, default=1, metavar="B", help="sequences (default: 1)")
+    predict.add_argument("--context", type=int, default=1024, metavar="C", help="tokens attended over (default: 1024)")
+    predict.add_argument("--dtype", metavar="T", help="fp32, bf16 or fp16 (default: bf16 where the hardware has it)")
+    predict.add_argument(
+        "--overhead", type=_microseconds, default=0.0, metavar="US", help="microseconds an operator (default: 0)"
+    )
+    predict.add_argument("--json", metavar="FILE", help="write the prediction as JSON")
+
+    _command(commands, "doctor", _doctor, "what this machine can run, and what is missing")
+    return parser
+
+
+def _command(
+    commands: "argparse._SubParsersAction[_Parser]",
+    name: str,
+    run: Callable[[argparse.Namespace], None],
+    help: str,
+) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=help, description=help[:1].upper() + help[1:] + ".")
+    command.set_defaults(run=run)
+    return command
+
+
+def _device_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--device", metavar="D", help="cpu, cuda or mps (default: cuda where there is one)")
+    command.add_argument("--dtype", metavar="T", help="fp32, bf16 or fp16 (default: fp32 on CPU, 16 bits on a GPU)")
+
+
+def _model_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--model", default=DEFAULT_MODEL, metavar="M",
+        help=f"a known name, a folder, a .gguf file, or random:NAME for random weights (default: {DEFAULT_MODEL})",
+    )  # fmt: skip
+    _device_options(command)
+
+
+def _microseconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError("the overhead must be 0 or a positive number of microseconds")
+    return value
+
+
+def _price(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError("the price must be a positive number of dollars")
+    return value
+
+
+# --- commands: heavy imports stand inside, so that --help answers at once --------------------------------------------------
+
+
+def _tour(args: argparse.Namespace) -> None:
+    from minillm import load
+    from minillm.report import check_writable, make_console, write_json
+    from minillm.roofline.hardware import datasheet_ceilings
+    from minillm.roofline.plot import save_roofline
+    from minillm.stages import STAGES, known_stage
+    from minillm.tour import PROMPT, run_tour
+
+    check_writable(args.json, args.plot)
+    stages = list(STAGES) if args.stages is None else [name.strip() for name in args.stages.split(",")]
+    for name in stages:
+        known_stage(name)
+    console = make_console()
+    model, tokenizer = load(args.model, args.device, args.dtype)
+    tour = run_tour(
+        model, tokenizer, console, stages=stages, prompt=PROMPT if args.prompt is None else args.prompt,
+        max_new_tokens=args.max_new_tokens, price_per_hour=args.price_per_hour,
+    )  # fmt: skip
+    if args.json:
+        write_json(args.json, tour.as_json())
+    if args.plot:
+        title = f"{tour.model}, {tour.ceilings.dtype}, {tour.prompt_tokens} prompt tokens"
+        save_roofline(args.plot, tour.positions(), tour.ceilings, datasheet_ceilings(tour.ceilings), title)
+    for path in filter(None, (args.json, args.plot)):
+        console.print(f"Written: {path}")
+
+
+def _generate(args: argparse.Namespace) -> None:
+    from minillm import load
+    from minillm.metrics import summarize
+    from minillm.report import make_console, one_line
+    from minillm.sampling import Sampler
+    from minillm.stages import known_stage
+
+    stage = known_stage(args.stage)
+    sampler = Sampler(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
+    if not args.prompt:
+        raise UsageError("The prompt is empty: give the model something to continue.")
+    model, tokenizer = load(args.model, args.device, args.dtype)
+    prompt = tokenizer.chat(args.prompt) if args.chat else tokenizer.encode(args.prompt)
+    stream = tokenizer.stream()
+    generation = stage.generate(
+        model, prompt, args.max_new_tokens, sampler=sampler, stop_tokens=tokenizer.stop_tokens,
+        on_token=lambda token: print(stream.push(token), end="", flush=True),
+    )  # fmt: skip
+    print(stream.flush(), flush=True)
+    numbers = summarize(generation.times, args.price_per_hour)
+    make_console().print(one_line(numbers, len(generation), args.price_per_hour), style="dim")
+
+
+def _roofline(args: argparse.Namespace) -> None:
+    from minillm.device import pick_device, pick_dtype
+    from minillm.report import ceilings_table, check_writable, make_console, write_json
+    from minillm.roofline.hardware import datasheet_ceilings
+
+    check_writable(args.json)
+    device = pick_device(args.device)
+    measured = _measure(device, pick_dtype(args.dtype, device))
+    datasheet = datasheet_ceilings(measured)
+    make_console().print(ceilings_table(measured, datasheet))
+    if args.json:
+        sheet = datasheet.as_json() if datasheet else None
+        data = {"device": measured.device, "dtype": measured.dtype, "ceilings": measured.as_json(), "datasheet": sheet}
+        write_json(args.json, data)
+
+
+def _measure(device: "torch.device", dtype: "torch.dtype") -> "Ceilings":
+    """The ceilings of this machine, for a working set of the default model's size."""
+    from minillm.config import known_model
+    from minillm.roofline.ceilings import CeilingMeter
+
+    meter = CeilingMeter(device, dtype, known_model(DEFAULT_MODEL).parameter_count * dtype.itemsize)
+    for _ in range(7):
+        meter.sample()
+    return meter.ceilings()
+
+
+def _predict(args: argparse.Namespace) -> None:
+    from minillm.config import known_model
+    from minillm.device import DTYPES, pick_device, pick_dtype
+    from minillm.report import check_writable, make_console, predictions_table, write_json
+    from minillm.roofline.hardware import known_hardware
+    from minillm.roofline.plot import si
+    from minillm.roofline.position import predict_stage
+    from minillm.stages import known_stage
+
+    check_writable(args.json)
+    config, stage = known_model(args.model), known_stage(args.stage)
+    if args.hardware == "this":
+        device = pick_device()
+        ceilings = _measure(device, pick_dtype(args.dtype, device))
+    else:
+        hardware = known_hardware(args.hardware)
+        ceilings = hardware.ceilings(args.dtype or next(iter(hardware.tflops)), args.overhead * 1e-6)
+    positions = predict_stage(stage, config, ceilings, args.context, args.batch)
+    console = make_console()
+    console.print(predictions_table(f"{args.model} on {ceilings.device}, {ceilings.dtype}", {args.stage: positions}))
+    weights = config.streamed_params * DTYPES[ceilings.dtype].itemsize
+    console.print(
+        f"[dim]Batch {args.batch}; prefill of {args.context} tokens; decode is one step that attends over {args.context}, "
+        f"and reads {si(weights)}B of weights. Ceilings ({ceilings.source}): {si(ceilings.bandwidth)}B/s, "
+        f"{si(ceilings.peak)}FLOP/s, {ceilings.overhead * 1e6:.2g} us overhead an operator.[/dim]"
+    )
+    if args.json:
+        names = {key: getattr(args, key) for key in ("model", "hardware", "stage", "batch", "context")}
+        write_json(args.json, names | {"phases": [p.as_json() for p in positions]})
+
+
+def _doctor(args: argparse.Namespace) -> None:
+    from minillm.doctor import examine
+    from minillm.report import make_console
+
+    examine(make_console())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""The three ceilings of a device, measured on the device at hand.
+
+    bandwidth   bytes/s read from a working set as large as the workload's: a smaller one would be served by the caches
+    peak        FLOP/s of a large square matrix product in the workload's dtype
+    overhead    seconds that one more operator costs, however little it does: Python, dispatch and, on a GPU, the launch
+
+On a shared machine they drift by half within the hour. So a `CeilingMeter` takes one sample of each between the runs of a
+workload, and reports medians. Datasheet figures stand beside these, never in their place.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from minillm.config import KNOWN_MODELS
+from minillm.device import DTYPE_NAMES
+from minillm.model import Transformer
+from minillm.roofline.counting import count
+from minillm.stages.kv_cache import KVCache
+
+OPERATORS_TIMED = 2_000  # tiny operators a sample of the overhead: some milliseconds
+LARGEST_BUFFER = 8 * 2**30  # bytes read for a sample of the bandwidth, whatever the working set
+MATRIX_SIZE = {"cpu": 1024, "cuda": 8192, "mps": 2048}
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What binds on one device in one dtype. `source` says where the figures come from."""
+
+    device: str
+    dtype: str
+    bandwidth: float  # bytes/s
+    peak: float  # FLOP/s
+    overhead: float  # seconds an operator
+    source: str = "measured"
+
+    @property
+    def ridge(self) -> float:
+        """The intensity, FLOP/byte, below which bandwidth binds and above which compute does."""
+        return self.peak / self.bandwidth
+
+    def attainable(self, intensity: float) -> float:
+        """The roofline: FLOP/s within reach at an arithmetic intensity (Williams, Waterman and Patterson, CACM 2009)."""
+        return min(self.peak, intensity * self.bandwidth)
+
+    def as_json(self) -> dict[str, float]:
+        return {
+            "bandwidth_bytes_per_s": self.bandwidth,
+            "peak_flop_per_s": self.peak,
+            "overhead_s": self.overhead,
+            "ridge_flop_per_byte": self.ridge,
+        }
+
+
+def device_name(device: torch.device) -> str:
+    """What the hardware calls itself: the GPU's name, or the processor's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        with open("/proc/cpuinfo") as lines:
+            names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    except OSError:
+        names = []
+    return f"{names[0] if names else device.type}, {torch.get_num_threads()} threads"
+
+
+def seconds(fn: Callable[[], object], device: torch.device) -> float:
+    """Wall-clock seconds of `fn()`, from an idle device until it is idle again."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    fn()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+class CeilingMeter:
+    """Takes samples of the three ceilings; `ceilings()` gives their medians so far.
+
+    `working_set` is in bytes. Call `sample()` between the runs of the workload that the ceilings are to be compared with.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, working_set: int) -> None:
+        self.device, self.dtype = device, dtype
+        elements = max(1, min(working_set, LARGEST_BUFFER, _free_bytes(device) // 2) // 4)
+        self._buffer = torch.ones(elements, device=device)
+        n = MATRIX_SIZE.get(device.type, 1024)
+        self._matrix = torch.full((n, n), 0.5, dtype=dtype, device=device)
+        self._tiny, self._tiny_cost = _tiny_step(device, dtype)
+        self._samples: list[tuple[float, float, float]] = []
+        self._measure()  # the first run of each pays for pages, plans and compilation: not a sample
+
+    def sample(self) -> None:
+        self._samples.append(self._measure())
+
+    @torch.inference_mode()
+    def _measure(self) -> tuple[float, float, float]:
+        read = seconds(lambda: self._buffer.sum(), self.device)
+        product = seconds(lambda: self._matrix @ self._matrix, self.device)
+        steps = -(-OPERATORS_TIMED // self._tiny_cost)
+        tiny = seconds(lambda: [self._tiny() for _ in range(steps)], self.device)
+        n = len(self._matrix)
+        return self._buffer.nbytes / read, 2 * n**3 / product, tiny / (steps * self._tiny_cost)
+
+    def ceilings(self) -> Ceilings:
+        """Medians over the samples taken. Takes one if there is none."""
+        if not self._samples:
+            self.sample()
+        bandwidth, peak, overhead = (statistics.median(column) for column in zip(*self._samples, strict=True))
+        return Ceilings(device_name(self.device), DTYPE_NAMES[self.dtype], bandwidth, peak, overhead)
+
+
+def _tiny_step(device: torch.device, dtype: torch.dtype) -> tuple[Callable[[], object], int]:
+    """A decode step of a model so narrow that nothing but overhead is left of it, and how many operators it calls."""
+    with torch.device(device):
+        model = Transformer(replace(KNOWN_MODELS["tiny"], n_layers=4)).to(dtype)
+        token = torch.zeros(1, 1, dtype=torch.int64)
+
+    def step() -> torch.Tensor:
+        return model(token, KVCache(model, capacity=1))
+
+    return step, count(step).n_operators
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return 2 * LARGEST_BUFFER

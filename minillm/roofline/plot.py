@@ -1,0 +1,183 @@
+"""The roofline diagram: FLOP/s over arithmetic intensity, both logarithmic.
+
+Under the slope a phase waits for memory, under the flat roof for arithmetic; where they meet is the ridge. The roof of this
+machine is black and measured, the datasheet's grey and dashed. Prefill is a filled marker, decode a hollow one; each stage has
+its own shape, and an arrow leads from each stage to the next, so the picture reads in black and white too.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from minillm.roofline.ceilings import Ceilings
+from minillm.roofline.position import Position
+
+MARKERS = "os^Dvph*X"
+Line = np.ndarray  # corners (N, 2): intensity, FLOP/s
+COLORS = ("#c44e20", "#1f6fb4", "#2f8f4e", "#7a4fa3", "#a8861c", "#b03a67", "#3a8a94", "#6d6d6d", "#20449a")
+
+
+def draw_roofline(
+    axes: Axes,
+    stages: Mapping[str, Sequence[Position]],
+    measured: Ceilings,
+    datasheet: Ceilings | None = None,
+) -> None:
+    """Draw the roof of `measured` and one marker for each stage and phase, in the order of `stages`."""
+    points = [position for positions in stages.values() for position in positions]
+    low, high = _intensity_range(points, measured)
+    if datasheet is not None:
+        _draw_roof(axes, datasheet, low, high, color="0.6", linestyle="--", label=f"datasheet: {datasheet.device}")
+    _draw_roof(axes, measured, low, high, color="black", linestyle="-", label=f"{measured.source}: {measured.device}")
+    for i, positions in enumerate(stages.values()):
+        for position in positions:
+            _draw_marker(axes, position, MARKERS[i % len(MARKERS)], COLORS[i % len(COLORS)])
+    for start, end in _arrows(list(stages.values())):
+        style = {"arrowstyle": "->", "color": "0.35", "shrinkA": 8, "shrinkB": 8, "linewidth": 1.1}
+        axes.annotate("", end, start, arrowprops=style)
+    axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=_rate_range(points, measured, datasheet))
+    axes.set_xlabel("arithmetic intensity, FLOP per byte moved")
+    axes.set_ylabel("FLOP/s")
+    axes.grid(True, which="major", color="0.92")
+    axes.legend(loc="lower right", fontsize=8, frameon=False)
+    axes.figure.draw_without_rendering()  # type: ignore[union-attr]  # lays the figure out: labels are placed in its pixels
+    _label_roof(axes, measured, low)
+    lines = [_roof(roof, low, high) for roof in (measured, datasheet) if roof] + _arrows(list(stages.values()))
+    _label_points(axes, lines, [(stage, position) for stage, positions in stages.items() for position in positions])
+
+
+def save_roofline(
+    path: str | Path,
+    stages: Mapping[str, Sequence[Position]],
+    measured: Ceilings,
+    datasheet: Ceilings | None = None,
+    title: str = "",
+) -> Figure:
+    """Write the diagram to `path`, 1600 x 1100 pixels as PNG, and return the figure."""
+    figure = Figure(figsize=(8, 5.5), layout="constrained")
+    axes = figure.subplots()
+    draw_roofline(axes, stages, measured, datasheet)
+    axes.set_title(title, fontsize=10)
+    figure.savefig(path, dpi=200)
+    return figure
+
+
+def _intensity_range(points: Sequence[Position], ceilings: Ceilings) -> tuple[float, float]:
+    values = [ceilings.ridge, *(point.cost.intensity for point in points)]
+    return min(values) / 6, max(values) * 8
+
+
+def _rate_range(points: Sequence[Position], *ceilings: Ceilings | None) -> tuple[float, float]:
+    rates = [point.achieved for point in points] + [c.peak for c in ceilings if c is not None]
+    return min(rates) / 4, max(rates) * 3
+
+
+def _draw_roof(axes: Axes, ceilings: Ceilings, low: float, high: float, **style: str) -> None:
+    axes.plot(*_roof(ceilings, low, high).T, linewidth=1.6, **style)  # type: ignore[arg-type]
+
+
+def _roof(ceilings: Ceilings, low: float, high: float) -> Line:
+    """The slope and the flat roof: three points of (intensity, FLOP/s)."""
+    return np.array([(x, ceilings.attainable(x)) for x in (low, ceilings.ridge, high)])
+
+
+def _label_roof(axes: Axes, ceilings: Ceilings, low: float) -> None:
+    ridge, peak = ceilings.ridge, ceilings.peak
+    axes.plot([ridge, ridge], [0, peak], color="black", linewidth=0.8, linestyle=":")
+    axes.annotate(
+        f"ridge {ridge:.3g} FLOP/byte",
+        (ridge, peak),
+        xytext=(0, 6),
+        textcoords="offset points",
+        ha="center",
+        fontsize=8,
+    )
+    axes.annotate(
+        f"{si(peak)}FLOP/s ({ceilings.dtype})", (1, peak), xycoords=("axes fraction", "data"), xytext=(-6, 5),
+        textcoords="offset points", ha="right", fontsize=8,
+    )  # fmt: skip
+    middle = (low * ridge) ** 0.5  # halfway up the slope
+    (x0, y0), (x1, y1) = axes.transData.transform(_roof(ceilings, middle, ridge)[:2])
+    axes.text(
+        middle, 1.08 * ceilings.attainable(middle), f"{si(ceilings.bandwidth)}B/s", fontsize=8, ha="center", va="bottom",
+        rotation=math.degrees(math.atan2(y1 - y0, x1 - x0)), rotation_mode="anchor",
+    )  # fmt: skip
+
+
+def _draw_marker(axes: Axes, position: Position, marker: str, color: str) -> None:
+    fill = color if position.phase == "prefill" else "white"
+    axes.plot(
+        position.cost.intensity, position.achieved, marker=marker, markersize=8, color=color, markerfacecolor=fill,
+        markeredgewidth=1.6, linestyle="", zorder=3,
+    )  # fmt: skip
+
+
+def _label_points(axes: Axes, lines: Sequence[Line], points: Sequence[tuple[str, Position]]) -> None:
+    """Name each marker, each label in the nearest place around its marker that covers no marker, label or line."""
+    to_points = 72 / axes.figure.get_dpi()
+    centers = [axes.transData.transform((p.cost.intensity, p.achieved)) * to_points for _, p in points]
+    taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in centers]
+    for line in lines:
+        corners = axes.transData.transform(line) * to_points
+        for start, end in pairwise(corners):
+            taken += [(x - 2, y - 2, x + 2, y + 2) for x, y in np.linspace(start, end, 60)]
+    frame = axes.get_window_extent()
+    inside = tuple(edge * to_points for edge in (frame.x0, frame.y0, frame.x1, frame.y1))
+    for (stage, position), (x, y) in zip(points, centers, strict=True):
+        text = f"{stage} {position.phase}, {position.fraction_of_roofline:.0%} of the roof"
+        width, height = 4.3 * len(text), 11.0
+        dx, dy = _free_offset(x, y, width, height, taken, inside)
+        taken.append((x + dx, y + dy, x + dx + width, y + dy + height))
+        axes.annotate(
+            text, (position.cost.intensity, position.achieved), xytext=(dx, dy), textcoords="offset points", fontsize=8,
+            va="bottom", zorder=4, arrowprops={"arrowstyle": "-", "color": "0.6", "linewidth": 0.6, "shrinkB": 4},
+        )  # fmt: skip
+
+
+Box = tuple[float, float, float, float]  # left, bottom, right, top, in points
+
+
+def _free_offset(
+    x: float, y: float, width: float, height: float, taken: Sequence[Box], inside: Sequence[float]
+) -> tuple[float, float]:
+    """Where a label's lower left corner goes, relative to its marker: the first place in widening rings that is free."""
+    for distance in range(10, 200, 8):
+        above, below, right, left = distance, -distance - height, distance, -distance - width
+        for dx, dy in (
+            (right, below),
+            (right, above),
+            (left, above),
+            (left, below),
+            (-width / 2, above),
+            (-width / 2, below),
+        ):
+            x0, y0, x1, y1 = x + dx, y + dy, x + dx + width, y + dy + height
+            fits = x0 > inside[0] and y0 > inside[1] and x1 < inside[2] and y1 < inside[3]
+            if fits and all(x0 > box[2] or x1 < box[0] or y0 > box[3] or y1 < box[1] for box in taken):
+                return dx, dy
+    return 10.0, 0.0
+
+
+def _arrows(stages: Sequence[Sequence[Position]]) -> list[Line]:
+    """From each stage to the next, phase by phase: what the change did to the position."""
+    lines = []
+    for before, after in pairwise(stages):
+        targets = {position.phase: position for position in after}
+        for start in before:
+            if start.phase in targets:
+                end = targets[start.phase]
+                lines.append(np.array([(start.cost.intensity, start.achieved), (end.cost.intensity, end.achieved)]))
+    return lines
+
+
+def si(value: float) -> str:
+    """A figure with three digits and its SI prefix: 3.35e12 -> "3.35 T"."""
+    for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, ""), (1e-3, "m"), (1e-6, "u")):
+        if abs(value) >= factor:
+            return f"{value / factor:.3g} {prefix}"
+    return f"{value:.3g} "

@@ -1,0 +1,161 @@
+"""The tour: every stage on one prompt. Prediction first, then the text, the five numbers, and the place on the roofline."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rich.console import Console
+
+from minillm.errors import UsageError
+from minillm.generation import Generation, check_prompt
+from minillm.metrics import FiveNumbers, summarize
+from minillm.model import Transformer
+from minillm.report import ceilings_table, metrics_table, positions_table, predictions_table
+from minillm.roofline.ceilings import CeilingMeter, Ceilings
+from minillm.roofline.counting import Cost
+from minillm.roofline.hardware import datasheet_ceilings
+from minillm.roofline.position import Position, meta_twin, phase_costs, phase_seconds
+from minillm.roofline.profile import explain, profile_phases
+from minillm.stages import STAGES, known_stage
+from minillm.tokenizer import Tokenizer
+
+PROMPT = "Why is the sky blue? Answer in three sentences."
+ROUNDS = 3  # timed runs of each stage, with a sample of the ceilings before each
+PROFILED_TOKENS = 6
+CLOSE = 1.15  # a prediction is close when measured / predicted lies between 1/CLOSE and CLOSE
+
+
+@dataclass
+class StageResult:
+    """What the tour found out about one stage. Times come from the run whose total is the median: they belong together."""
+
+    stage: str
+    costs: dict[str, Cost]
+    text: str = ""
+    runs: list[Generation] = field(default_factory=list)
+
+    @property
+    def median_run(self) -> Generation:
+        return sorted(self.runs, key=lambda run: run.times[-1])[len(self.runs) // 2]
+
+    def predictions(self, ceilings: Ceilings) -> list[Position]:
+        return [Position(phase, cost, ceilings) for phase, cost in self.costs.items()]
+
+    def positions(self, ceilings: Ceilings) -> list[Position]:
+        measured = phase_seconds(self.median_run.times)
+        return [Position(phase, cost, ceilings, measured[phase]) for phase, cost in self.costs.items()]
+
+
+@dataclass
+class Tour:
+    """All that `minillm tour` shows and writes. `ceilings` are medians of samples taken between the runs."""
+
+    model: str
+    device: str
+    prompt_tokens: int
+    price_per_hour: float
+    ceilings: Ceilings
+    stages: list[StageResult]
+
+    def metrics(self, result: StageResult) -> FiveNumbers:
+        return summarize(result.median_run.times, self.price_per_hour)
+
+    def positions(self) -> dict[str, list[Position]]:
+        return {result.stage: result.positions(self.ceilings) for result in self.stages}
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "model": self.model,
+            "device": self.device,
+            "dtype": self.ceilings.dtype,
+            "prompt_tokens": self.prompt_tokens,
+            "ceilings": self.ceilings.as_json(),
+            "stages": [
+                {
+                    "stage": result.stage,
+                    "tokens": result.median_run.tokens,
+                    "text": result.text,
+                    "metrics": self.metrics(result),
+                    "phases": [position.as_json() for position in result.positions(self.ceilings)],
+                }
+                for result in self.stages
+            ],
+        }
+
+
+def run_tour(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    console: Console,
+    *,
+    stages: Sequence[str] = tuple(STAGES),
+    prompt: str = PROMPT,
+    max_new_tokens: int = 48,
+    price_per_hour: float = 1.0,
+) -> Tour:
+    """Predict, run and place every stage on one chat prompt, telling `console` about it on the way.
+
+    Raises `UsageError` for an unknown stage or a request that the model cannot run.
+    """
+    if not stages:
+        raise UsageError(f"No stage was named: choose from {', '.join(STAGES)}.")
+    modules = {name: known_stage(name) for name in stages}
+    tokens = tokenizer.chat(prompt)
+    check_prompt(model.config, tokens, max_new_tokens)
+
+    console.rule(f"{model.config.name}, {len(tokens)} prompt tokens, {max_new_tokens} new ones")
+    meter = CeilingMeter(model.device, model.dtype, _weight_bytes(model))
+    for _ in range(ROUNDS):
+        meter.sample()
+    console.print(ceilings_table(meter.ceilings(), datasheet_ceilings(meter.ceilings())))
+    twin = meta_twin(model.config, model.dtype)
+    results = [
+        StageResult(name, phase_costs(stage, twin, len(tokens), max_new_tokens)) for name, stage in modules.items()
+    ]
+    predictions = {result.stage: result.predictions(meter.ceilings()) for result in results}
+    console.print(predictions_table("Predicted, before anything has run", predictions))
+
+    console.print(f"[bold]The runs[/bold] [dim](greedy: every stage must say the same)[/dim]\n[dim]{prompt}[/dim]")
+    for result in results:
+        result.text = _stream(console, model, tokenizer, result.stage, tokens, max_new_tokens)
+    for _ in range(ROUNDS):
+        for result in results:
+            meter.sample()
+            result.runs.append(modules[result.stage].generate(model, tokens, max_new_tokens))
+
+    tour = Tour(model.config.name, str(model.device), len(tokens), price_per_hour, meter.ceilings(), results)
+    console.print(metrics_table({result.stage: tour.metrics(result) for result in results}))
+    console.print(f"[dim]One user; dollars at ${price_per_hour:g} an hour for a machine that is never idle.[/dim]")
+    console.print(positions_table(tour.positions()))
+    console.print("[dim]Predicted with the ceilings sampled between the runs; ratio = measured / predicted.[/dim]")
+    _explain_misses(console, tour, model, tokens)
+    return tour
+
+
+def _weight_bytes(model: Transformer) -> int:
+    return sum(p.nbytes for p in model.parameters())
+
+
+def _stream(console: Console, model: Transformer, tokenizer: Tokenizer, stage: str, tokens: list[int], n: int) -> str:
+    """Run a stage once for its text, shown as it comes. This run also warms up: it is not timed."""
+    console.print(f"[bold]{stage}:[/bold] ", end="")
+    stream, pieces = tokenizer.stream(), []
+
+    def show(piece: str) -> None:
+        pieces.append(piece)
+        console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
+
+    known_stage(stage).generate(model, tokens, n, on_token=lambda token: show(stream.push(token)))
+    show(stream.flush())
+    console.print()
+    return "".join(pieces)
+
+
+def _explain_misses(console: Console, tour: Tour, model: Transformer, tokens: list[int]) -> None:
+    """Where a measured time is far from its prediction, run the stage with every operator timed and say which one it is."""
+    for stage, positions in tour.positions().items():
+        far = [p for p in positions if p.ratio and not 1 / CLOSE < p.ratio < CLOSE]
+        if not far:
+            continue
+        kinds = profile_phases(known_stage(stage), model, tokens, PROFILED_TOKENS, tour.ceilings)
+        for p in far:
+            console.print(f"[bold]{stage} {p.phase}[/bold]: {explain(kinds[p.phase], tour.ceilings)}")
