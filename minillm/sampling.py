@@ -35,13 +35,16 @@ def probabilities(
     keeps tokens at least that fraction as probable as the most probable one (Nguyen et al., arXiv 2407.01082). The most
     probable token is always kept, so top_p near 0 is greedy.
     """
-    scaled = logits.float() / temperature
+    scaled = logits.float()
+    # Counted from the largest logit, which becomes 0, scores cannot overflow. A logit of +inf takes all.
+    largest = scaled.amax(dim=-1, keepdim=True)
+    scaled = (scaled - largest).masked_fill(scaled == largest, 0.0) / max(temperature, torch.finfo(torch.float32).tiny)
     # One descending order serves all filters. It is stable, so ties keep the order of their ids, as in `greedy`.
     scaled, order = scaled.sort(dim=-1, descending=True, stable=True)
     if top_k is not None:
         scaled[..., top_k:] = -torch.inf
     p = scaled.softmax(dim=-1)
-    if top_p is not None:
+    if top_p is not None and top_p < 1:  # at 1 a sum that rounds up to 1 would cut the tail off
         mass_before = p.cumsum(dim=-1) - p
         mass_before[..., 0] = -1.0  # the argmax stays, also where top_p is 0
         p = p.masked_fill(mass_before >= top_p, 0.0)
@@ -56,9 +59,10 @@ def draw(p: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """One token a row from probabilities (B, V) -> (B,), without asking the host anything.
 
     The exponential race: with e_i ~ Exp(1), the largest p_i / e_i is token i with probability p_i. A token of probability 0
-    scores 0 and cannot win; the clamp keeps an e_i that rounded to 0 from making it 0/0.
+    scores 0 and cannot win. The clamp is for generators that round some e_i to 0, in steps of 2^-24 in float32: clamped to
+    less than that step, a token of almost no probability would win whenever it met one.
     """
-    e = torch.empty_like(p).exponential_(generator=generator).clamp_min_(torch.finfo(p.dtype).tiny)
+    e = torch.empty_like(p).exponential_(generator=generator).clamp_min_(torch.finfo(p.dtype).eps / 2)
     return (p / e).argmax(dim=-1)
 
 
@@ -80,11 +84,13 @@ class Sampler:
     ) -> None:
         if not 0 <= temperature < float("inf"):
             raise UsageError(f"temperature is {temperature}; it must be 0 (greedy) or a positive number.")
-        if top_k is not None and top_k < 1:
-            raise UsageError(f"top_k is {top_k}; it must be at least 1.")
+        if top_k is not None and (not isinstance(top_k, int) or top_k < 1):
+            raise UsageError(f"top_k is {top_k}; it must be a whole number of at least 1.")
         for name, value in (("top_p", top_p), ("min_p", min_p)):
             if value is not None and not 0 <= value <= 1:
                 raise UsageError(f"{name} is {value}; it must lie between 0 and 1.")
+        if seed is not None and (not isinstance(seed, int) or not 0 <= seed < 2**63):
+            raise UsageError(f"seed is {seed}; it must be a whole number from 0 to 2^63 - 1.")
         self.temperature, self.top_k, self.top_p, self.min_p, self.seed = temperature, top_k, top_p, min_p, seed
         self._generator: torch.Generator | None = None
 

@@ -100,7 +100,9 @@ def test_llama3_factors_blend_in_between() -> None:
 
 
 @given(st.integers(1, 128), st.floats(1e3, 1e7), st.floats(1, 64), st.floats(0.5, 2), st.floats(2.5, 8))
-def test_llama3_factors_rise_from_1_to_the_factor(half: int, theta: float, factor: float, low: float, high: float) -> None:
+def test_llama3_factors_rise_from_1_to_the_factor(
+    half: int, theta: float, factor: float, low: float, high: float
+) -> None:
     factors = llama3_rope_factors(2 * half, theta, factor, low, high, 8192)
     assert len(factors) == half
     assert list(factors) == sorted(factors)

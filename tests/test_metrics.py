@@ -126,7 +126,8 @@ def test_goodput_counts_requests_that_keep_every_limit() -> None:
     assert goodput(requests, ttft_s=2) == 2 / 5
     assert goodput(requests, tpot_s=1) == 2 / 5
     assert goodput(requests, ttft_s=2, tpot_s=1) == 1 / 5
-    assert goodput(requests, e2e_s=4) == 2 / 5  # exactly on the limit keeps it
+    assert goodput(requests, ttft_s=1, tpot_s=0.5, e2e_s=2) == 1 / 5  # exactly on a limit keeps it
+    assert goodput(requests, e2e_s=4) == 2 / 5
     assert goodput(requests, e2e_s=1) == 0.0
 
 
