@@ -1,6 +1,7 @@
 """What several test files share."""
 
 import pytest
+import torch
 
 import minillm
 from minillm.model import Transformer
@@ -11,3 +12,9 @@ from minillm.tokenizer import Tokenizer
 def smollm2() -> tuple[Transformer, Tokenizer]:
     """The real model, float32 on the CPU, and its tokenizer. Fetched once; change neither."""
     return minillm.load("smollm2-135m", device="cpu", dtype="fp32")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test marked `gpu` runs where CUDA is and elsewhere is reported as not run, with the reason."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("no CUDA device on this machine")
