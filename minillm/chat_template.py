@@ -29,6 +29,10 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
             raise UsageError("A message must be a mapping with a 'role' and, as text, its 'content'.")
         if message.get("role") not in ROLES:
             raise UsageError(f"Unknown role {str(message.get('role'))[:80]!r}: choose one of {', '.join(ROLES)}.")
+        try:
+            message["content"].encode()
+        except UnicodeEncodeError:  # half of a surrogate pair
+            raise UsageError("A message is not valid Unicode.") from None
 
 
 def render(template: str, messages: Sequence[Mapping[str, Any]], special_tokens: Mapping[str, str]) -> str:

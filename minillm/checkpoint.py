@@ -61,7 +61,8 @@ def load(name: str, device: Device = None, dtype: Dtype = None) -> tuple[Transfo
         file = GGUFFile(path)
         model = _model_from_gguf(file, device, dtype, name if name == DEFAULT_MODEL else path.stem)
         return model, tokenizer_from_gguf(file, model.config.vocab_size)
-    folder = Path(name) if Path(name).is_dir() else hub_folder(_repository(name))
+    is_folder = name and name not in KNOWN_MODELS and Path(name).is_dir()
+    folder = Path(name) if is_folder else hub_folder(_repository(name))
     model = load_safetensors(folder, device, dtype, name)
     return model, tokenizer_from_folder(folder, model.config.vocab_size)
 

@@ -2,7 +2,7 @@
 
 A template is a program that came with a checkpoint. jinja2's sandbox keeps it from reaching anything, but not from looping
 forever or building a string of many gigabytes: limits of the operating system do. Standard input holds the template and its
-variables as JSON, standard output the text, or a message after an exit status of 1.
+variables as JSON, standard output the text, or after exit status 1 a message. Any other status means that a limit was met.
 """
 
 import contextlib
@@ -52,6 +52,8 @@ def main() -> int:
     limit_resources(request["cpu_seconds"], request["memory_bytes"])
     try:
         text, status = render(request["template"], request["variables"]), 0
+    except MemoryError:
+        return 2
     except Exception as error:  # whatever a template can raise is its author's message to us
         text, status = f"{type(error).__name__}: {error}", 1
     sys.stdout.buffer.write(text[: request["max_output"]].encode("utf-8", "replace"))
