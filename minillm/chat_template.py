@@ -43,7 +43,14 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], special_tokens:
     """
     if len(template) > MAX_TEMPLATE:
         raise MinillmError(f"The chat template has {len(template):,} characters, and {MAX_TEMPLATE:,} are allowed.")
-    variables = {"messages": [dict(message) for message in messages], "add_generation_prompt": True, **special_tokens}
+    variables = {
+        "messages": [dict(message) for message in messages],
+        "add_generation_prompt": True,
+        # Templates are written for callers that always name these two.
+        "tools": None,
+        "documents": None,
+        **special_tokens,
+    }
     request = {
         "template": template,
         "variables": variables,

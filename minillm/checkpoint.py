@@ -134,21 +134,20 @@ def _model_from_gguf(file: GGUFFile, device: torch.device, dtype: torch.dtype, n
     config = _gguf_config(file, name)
     stored = {}
     for gguf_name, tensor in file.tensors.items():
-        if gguf_name == _ROPE_FACTORS:
-            continue
-        hf_name = _hf_name(gguf_name)
-        # Files of architecture "llama" hold rows of q and k in the interleaved order, those of Qwen do not.
-        order = None
-        if config.architecture == "llama" and ".q_proj." in hf_name:
-            order = half_split_order(config.n_heads, config.head_dim)
-        elif config.architecture == "llama" and ".k_proj." in hf_name:
-            order = half_split_order(config.n_kv_heads, config.head_dim)
-        stored[hf_name] = StoredTensor(tensor.shape, _gguf_reader(file, gguf_name, order))
+        if gguf_name != _ROPE_FACTORS:
+            stored[_hf_name(gguf_name)] = StoredTensor(tensor.shape, _gguf_reader(file, gguf_name, config))
     return fill_model(config, stored, device, dtype)
 
 
-def _gguf_reader(file: GGUFFile, name: str, row_order: Any) -> Callable[[Tensor], object]:
-    return lambda out: file.read_into(name, out, row_order)
+def _gguf_reader(file: GGUFFile, name: str, config: ModelConfig) -> Callable[[Tensor], object]:
+    """A function that reads one tensor, once its shape has been found right."""
+    # Files of architecture "llama" hold the rows of q and k in interleaved order, those of Qwen do not.
+    kind = name.split(".")[-2:-1] if config.architecture == "llama" else []
+    if kind == ["attn_q"]:
+        return lambda out: file.read_into(name, out, half_split_order(config.n_heads, config.head_dim))
+    if kind == ["attn_k"]:
+        return lambda out: file.read_into(name, out, half_split_order(config.n_kv_heads, config.head_dim))
+    return lambda out: file.read_into(name, out)
 
 
 def _gguf_config(file: GGUFFile, name: str) -> ModelConfig:

@@ -4,7 +4,6 @@ What `Transformer` does not compute is refused here by name: a model that runs a
 """
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from minillm.errors import MinillmError
 
 GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")  # "llama" also stands for Mistral and SmolLM
 MAX_JSON_BYTES = 64 << 20
+MAX_HEAD_DIM = 4096
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -31,13 +31,27 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _require(source: Mapping[str, Any], key: str, kind: type, name: str) -> Any:
-    value = source.get(key)
-    number = kind in (int, float) and isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (number or isinstance(value, kind)):
-        found = "is missing" if key not in source else f"is {str(value)[:80]!r}, not a {kind.__name__}"
-        raise MinillmError(f"{name}: {key} {found} in the model's configuration.")
+def _integer(source: Mapping[str, Any], key: str, name: str, default: int | None = None) -> int:
+    """A whole number that the configuration must hold, unless there is a default. Its range is checked by ModelConfig."""
+    value = source.get(key, default)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise MinillmError(
+            f"{name}: {key} must be a whole number in the model's configuration, not {str(value)[:80]!r}."
+        )
     return value
+
+
+def _positive(source: Mapping[str, Any], key: str, name: str, default: float | None = None) -> float:
+    """A positive number that the configuration must hold, unless there is a default."""
+    value = source.get(key, default)
+    value = default if value is None else value
+    # The comparison holds for integers of any size, which cannot all be floats.
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e300:
+        raise MinillmError(
+            f"{name}: {key} must be a positive number in the model's configuration, not {str(value)[:80]!r}."
+        )
+    return float(value)
 
 
 def config_from_hf(source: Mapping[str, Any], name: str) -> ModelConfig:
@@ -50,27 +64,24 @@ def config_from_hf(source: Mapping[str, Any], name: str) -> ModelConfig:
     if architecture not in SUPPORTED:
         raise MinillmError(f"{name} is a {str(architecture)[:80]} model; supported are {', '.join(SUPPORTED)}.")
     _refuse_unsupported(source, name)
-    n_heads = _require(source, "num_attention_heads", int, name)
-    d_model = _require(source, "hidden_size", int, name)
-    head_dim = source.get("head_dim")
-    if head_dim is None:
-        head_dim = 128 if architecture == "qwen3" else d_model // max(n_heads, 1)
-    n_kv_heads = source.get("num_key_value_heads")
+    n_heads = _integer(source, "num_attention_heads", name)
+    d_model = _integer(source, "hidden_size", name)
+    head_dim = _integer(source, "head_dim", name, 128 if architecture == "qwen3" else d_model // max(n_heads, 1))
     theta, factors = _hf_rope(source, head_dim, name)
     return ModelConfig(
         name=name,
-        n_layers=_require(source, "num_hidden_layers", int, name),
+        n_layers=_integer(source, "num_hidden_layers", name),
         d_model=d_model,
         n_heads=n_heads,
-        n_kv_heads=n_heads if n_kv_heads is None else n_kv_heads,
+        n_kv_heads=_integer(source, "num_key_value_heads", name, n_heads),
         head_dim=head_dim,
-        d_ff=_require(source, "intermediate_size", int, name),
-        vocab_size=_require(source, "vocab_size", int, name),
-        max_positions=_require(source, "max_position_embeddings", int, name),
+        d_ff=_integer(source, "intermediate_size", name),
+        vocab_size=_integer(source, "vocab_size", name),
+        max_positions=_integer(source, "max_position_embeddings", name),
         tied_embeddings=bool(source.get("tie_word_embeddings", False)),
         rope_theta=theta,
         rope_factors=factors,
-        norm_eps=_require(source, "rms_norm_eps", float, name),
+        norm_eps=_positive(source, "rms_norm_eps", name),
         qk_norm=architecture == "qwen3",
         qkv_bias=architecture == "qwen2",
         sliding_window=source.get("sliding_window", 4096) if architecture == "mistral" else None,
@@ -98,7 +109,7 @@ def _hf_rope(source: Mapping[str, Any], head_dim: int, name: str) -> tuple[float
     rope = source.get("rope_parameters") or source.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
         raise MinillmError(f"{name}: the RoPE settings in config.json are not a mapping.")
-    theta = rope.get("rope_theta", source.get("rope_theta", 10_000.0))
+    theta = _positive(rope if "rope_theta" in rope else source, "rope_theta", name, 10_000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor", 1) != 1:
         raise MinillmError(f"{name} turns only part of each head by its position, which is not supported.")
@@ -107,15 +118,9 @@ def _hf_rope(source: Mapping[str, Any], head_dim: int, name: str) -> tuple[float
     if kind != "llama3":
         raise MinillmError(f"{name} uses RoPE scaling of type {str(kind)[:80]!r}; supported are default and llama3.")
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    factor, low, high, positions = (float(_require(rope, key, float, name)) for key in keys)
-    values = (factor, low, high, positions, _require({"rope_theta": theta}, "rope_theta", float, name))
+    factor, low, high, positions = (_positive(rope, key, name) for key in keys)
     # The head size is checked by ModelConfig, but the factors are computed before.
-    if (
-        not all(math.isfinite(v) and v > 0 for v in values)
-        or high <= low
-        or not isinstance(head_dim, int)
-        or head_dim > 4096
-    ):
+    if high <= low or not 1 < head_dim <= MAX_HEAD_DIM:
         raise MinillmError(f"{name}: the llama3 RoPE settings in config.json are impossible.")
     return theta, llama3_rope_factors(head_dim, theta, factor, low, high, int(positions))
 
@@ -137,9 +142,9 @@ def config_from_gguf(
         raise MinillmError(
             f"{name} uses RoPE scaling of type {str(scaling)[:80]!r}, which is not supported in GGUF files."
         )
-    n_heads = _require(own, "attention.head_count", int, name)
-    d_model = _require(own, "embedding_length", int, name)
-    head_dim = own.get("attention.key_length", d_model // max(n_heads, 1))
+    n_heads = _integer(own, "attention.head_count", name)
+    d_model = _integer(own, "embedding_length", name)
+    head_dim = _integer(own, "attention.key_length", name, d_model // max(n_heads, 1))
     for key in ("attention.value_length", "rope.dimension_count"):
         if own.get(key, head_dim) != head_dim:
             raise MinillmError(
@@ -147,18 +152,18 @@ def config_from_gguf(
             )
     return ModelConfig(
         name=name,
-        n_layers=_require(own, "block_count", int, name),
+        n_layers=_integer(own, "block_count", name),
         d_model=d_model,
         n_heads=n_heads,
-        n_kv_heads=own.get("attention.head_count_kv", n_heads),
+        n_kv_heads=_integer(own, "attention.head_count_kv", name, n_heads),
         head_dim=head_dim,
-        d_ff=_require(own, "feed_forward_length", int, name),
+        d_ff=_integer(own, "feed_forward_length", name),
         vocab_size=vocab_size,
-        max_positions=_require(own, "context_length", int, name),
+        max_positions=_integer(own, "context_length", name),
         tied_embeddings=tied,
-        rope_theta=own.get("rope.freq_base", 10_000.0),
+        rope_theta=_positive(own, "rope.freq_base", name, 10_000.0),
         rope_factors=rope_factors,
-        norm_eps=_require(own, "attention.layer_norm_rms_epsilon", float, name),
+        norm_eps=_positive(own, "attention.layer_norm_rms_epsilon", name),
         qk_norm=architecture == "qwen3",
         qkv_bias=architecture == "qwen2",
         sliding_window=own.get("attention.sliding_window"),

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from minillm.errors import MinillmError
 
-Value: TypeAlias = "int | float | bool | str | list[str] | NDArray[Any]"
+Value: TypeAlias = int | float | bool | str | list[Any]
 
 SUPPORTED_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
 
@@ -34,7 +34,7 @@ _STRING, _ARRAY = 8, 9
 
 # Far above any real file, and low enough that a hostile one is refused before it costs time or memory.
 MAX_ENTRIES = 100_000
-MAX_STRINGS = 2_000_000
+MAX_ITEMS = 2_000_000
 MAX_DIMS = 4
 MAX_ALIGNMENT = 1 << 20
 
@@ -137,15 +137,15 @@ class _Cursor:
         # A float32 is read as the shortest decimal that it stands for: 1e-05, not 9.999999747378752e-06.
         return float(str(np.float32(value))) if _NUMBERS[kind] == "f" else value
 
-    def array(self) -> list[str] | NDArray[Any]:
+    def array(self) -> list[Any]:
         kind = self.number("I")
+        count = self.count("items in an array", MAX_ITEMS)
         if kind == _STRING:
-            return [self.string() for _ in range(self.count("strings", MAX_STRINGS))]
+            return [self.string() for _ in range(count)]
         if kind not in _NUMBERS:
             raise _Damaged("an array holds arrays" if kind == _ARRAY else f"metadata type {kind} does not exist")
         dtype = np.dtype("<" + _NUMBERS[kind])
-        count = self.number("Q")
-        return np.frombuffer(self.data, dtype, count, self.advance(count * dtype.itemsize))
+        return np.frombuffer(self.data, dtype, count, self.advance(count * dtype.itemsize)).tolist()
 
 
 def _read_header(data: mmap.mmap) -> tuple[dict[str, Value], dict[str, StoredTensor]]:

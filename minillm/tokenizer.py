@@ -7,9 +7,8 @@ model needs around it: the chat template, the tokens that end an answer, and dec
 import codecs
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
-import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
@@ -46,7 +45,8 @@ class Tokenizer:
         self.template = template
         self._add_bos = add_bos
         self._bos_id = None if bos_token is None else backend.token_to_id(bos_token)
-        self._special_tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
+        named = {"bos_token": bos_token, "eos_token": eos_token}
+        self._template_variables = {name: token for name, token in named.items() if token is not None}
         added = backend.get_added_tokens_decoder()
         self._silent = {token for token, entry in added.items() if entry.special}  # special tokens are not decoded
 
@@ -82,7 +82,7 @@ class Tokenizer:
         chat_template.check_messages(messages)
         if self.template is None:
             raise MinillmError("This checkpoint has no chat template: encode the prompt as plain text.")
-        text = chat_template.render(self.template, messages, self._special_tokens)
+        text = chat_template.render(self.template, messages, self._template_variables)
         return self._encode(text, add_special_tokens=False)  # the template itself writes the BOS token
 
     def stream(self) -> "TextStream":
@@ -210,18 +210,18 @@ def tokenizer_from_gguf(file: GGUFFile, vocab_size: int | None = None) -> Tokeni
         raise MinillmError(
             f"{file.path} has a vocabulary of type {str(kind)[:80]!r}; gpt2 (BPE) is supported: {advice}."
         )
-    if pre not in _PRE_TOKENIZERS:
+    if not isinstance(pre, str) or pre not in _PRE_TOKENIZERS:
         known = ", ".join(_PRE_TOKENIZERS)
         raise MinillmError(f"{file.path} cuts text by the rule {str(pre)[:80]!r}; supported are {known}: {advice}.")
     names = metadata.get("tokenizer.ggml.tokens")
     merges = metadata.get("tokenizer.ggml.merges")
-    if not isinstance(names, list) or not isinstance(merges, list) or len(set(names)) != len(names):
+    if not _are_strings(names) or not _are_strings(merges) or len(set(names)) != len(names):
         raise MinillmError(f"{file.path} holds no vocabulary that can be used: fetch it again.")
-    backend = _bpe(names, merges, str(pre), str(file.path))
+    backend = _bpe(names, merges, pre, str(file.path))
     types = metadata.get("tokenizer.ggml.token_type")
+    types = types if isinstance(types, list) else []
     for token_type, special in ((CONTROL_TOKEN, True), (USER_DEFINED_TOKEN, False)):
-        marked = types == token_type if isinstance(types, np.ndarray) else ()
-        tokens = [name for name, mark in zip(names, marked, strict=False) if mark]
+        tokens = [name for name, kind in zip(names, types, strict=False) if kind == token_type]
         backend.add_tokens([AddedToken(name, special=special, normalized=False) for name in tokens])
 
     def token_id(key: str) -> int | None:
@@ -241,6 +241,10 @@ def tokenizer_from_gguf(file: GGUFFile, vocab_size: int | None = None) -> Tokeni
     )
 
 
+def _are_strings(value: object) -> TypeGuard[list[str]]:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
 def _bpe(names: list[str], merges: list[str], pre: str, source: str) -> tokenizers.Tokenizer:
     """A byte-level BPE tokenizer: merges are pairs of tokens, in the order in which they are joined."""
     pairs = [tuple(merge.split(" ")) for merge in merges]
@@ -248,8 +252,8 @@ def _bpe(names: list[str], merges: list[str], pre: str, source: str) -> tokenize
         vocabulary = {name: i for i, name in enumerate(names)}
         # Llama 3 takes a piece that is a token as it is, also where its merges do not lead to it.
         model = models.BPE(vocabulary, pairs, ignore_merges=pre == "llama-bpe")  # type: ignore[arg-type]
-    except Exception as error:  # the library raises bare Exception and TypeError
-        raise MinillmError(f"{source} holds merges that do not fit its vocabulary ({error}): fetch it again.") from None
+    except Exception:  # the library raises bare Exception and TypeError
+        raise MinillmError(f"{source} holds merges that do not fit its vocabulary: fetch it again.") from None
     backend = tokenizers.Tokenizer(model)
     if pre == "qwen2":
         backend.normalizer = normalizers.NFC()
@@ -269,7 +273,8 @@ def tokenizer_from_folder(folder: Path, vocab_size: int | None = None) -> Tokeni
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
-        raise MinillmError(f"{path} cannot be read ({str(error)[:200]}): it is damaged, so fetch it again.") from None
+        reason = " ".join(str(error).split())[:200]
+        raise MinillmError(f"{path} cannot be read ({reason}): it is damaged, so fetch it again.") from None
     # A tokenizer.json may ask for padding or truncation, for training in batches.
     backend.no_padding()
     backend.no_truncation()

@@ -91,8 +91,11 @@ class _NoInitialization(TorchFunctionMode):
 
 
 def _meta_model(config: ModelConfig) -> Transformer:
-    with torch.device("meta"), _NoInitialization():
-        return Transformer(config)
+    try:
+        with torch.device("meta"), _NoInitialization():
+            return Transformer(config)
+    except RuntimeError:  # the number of bytes does not fit in 64 bits
+        raise MinillmError(f"{config.name} has weights of an impossible size by its configuration.") from None
 
 
 def _empty_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Transformer:

@@ -1,0 +1,538 @@
+"""Files made to break the reader: each ends in one sentence, soon and without taking memory."""
+
+import contextlib
+import json
+import random
+import struct
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import is_one_sentence
+from safetensors.torch import save_file
+
+import minillm
+from minillm import chat_template, checkpoint, gguf_file
+from minillm.checkpoint import load_gguf, load_safetensors
+from minillm.errors import MinillmError
+from minillm.gguf_file import GGUFFile
+from minillm.tokenizer import tokenizer_from_folder, tokenizer_from_gguf
+
+SECONDS = 8.0  # far more than any of these takes on an idle machine
+
+
+def refusal(call: Callable[[], object]) -> str:
+    """The sentence that `call` ends in."""
+    start = time.monotonic()
+    with pytest.raises(MinillmError) as caught:
+        call()
+    message = str(caught.value)
+    assert is_one_sentence(message), message
+    assert len(message) < 600
+    assert time.monotonic() - start < SECONDS
+    return message
+
+
+# --- GGUF, written byte by byte
+
+
+def text(value: str | bytes) -> bytes:
+    value = value.encode() if isinstance(value, str) else value
+    return struct.pack("<Q", len(value)) + value
+
+
+def u32(key: str, value: int) -> bytes:
+    return text(key) + struct.pack("<II", 4, value)
+
+
+def f32(key: str, value: float) -> bytes:
+    return text(key) + struct.pack("<If", 6, value)
+
+
+def words(key: str, value: str) -> bytes:
+    return text(key) + struct.pack("<I", 8) + text(value)
+
+
+def tensor(name: str, dims: list[int], kind: int = 0, offset: int = 0) -> bytes:
+    return text(name) + struct.pack(f"<I{len(dims)}Q", len(dims), *dims) + struct.pack("<IQ", kind, offset)
+
+
+def gguf_bytes(
+    metadata: list[bytes],
+    tensors: list[bytes],
+    data: bytes = b"",
+    *,
+    magic: bytes = b"GGUF",
+    version: int = 3,
+    n_tensors: int | None = None,
+    n_metadata: int | None = None,
+) -> bytes:
+    counts = (len(tensors) if n_tensors is None else n_tensors, len(metadata) if n_metadata is None else n_metadata)
+    header = magic + struct.pack("<IQQ", version, *counts) + b"".join(metadata) + b"".join(tensors)
+    return header + bytes(-len(header) % 32) + data
+
+
+METADATA = [
+    words("general.architecture", "llama"),
+    u32("llama.block_count", 1),
+    u32("llama.context_length", 64),
+    u32("llama.embedding_length", 8),
+    u32("llama.feed_forward_length", 8),
+    u32("llama.attention.head_count", 2),
+    u32("llama.attention.head_count_kv", 1),
+    f32("llama.attention.layer_norm_rms_epsilon", 1e-5),
+]
+SHAPES = {
+    "token_embd": [8, 16],
+    "output_norm": [8],
+    "blk.0.attn_norm": [8],
+    "blk.0.attn_q": [8, 8],
+    "blk.0.attn_k": [8, 4],
+    "blk.0.attn_v": [8, 4],
+    "blk.0.attn_output": [8, 8],
+    "blk.0.ffn_norm": [8],
+    "blk.0.ffn_gate": [8, 8],
+    "blk.0.ffn_up": [8, 8],
+    "blk.0.ffn_down": [8, 8],
+}
+TENSORS = [tensor(f"{name}.weight", dims, offset=1024 * i) for i, (name, dims) in enumerate(SHAPES.items())]
+DATA = bytes(1024 * len(SHAPES))
+
+
+def changed(index: int, **changes: Any) -> list[bytes]:
+    """The tensors with one of them described otherwise."""
+    name, dims = list(SHAPES.items())[index]
+    described = {"name": f"{name}.weight", "dims": dims, "offset": 1024 * index} | changes
+    return [*TENSORS[:index], tensor(**described), *TENSORS[index + 1 :]]
+
+
+def array(key: str, kind: int, count: int, content: bytes = b"") -> bytes:
+    return text(key) + struct.pack("<IIQ", 9, kind, count) + content
+
+
+HUGE = 2**63 + 5
+DAMAGED: dict[str, tuple[bytes, str]] = {
+    "empty file": (b"", "Cannot read"),
+    "a million numbers": (gguf_bytes([array("k", 12, 1_000_000)], []), "middle of its header"),
+    "three bytes": (b"GGU", "begin with GGUF"),
+    "magic alone": (b"GGUF", "in the middle of its header"),
+    "wrong magic": (gguf_bytes(METADATA, TENSORS, DATA, magic=b"GGML"), "begin with GGUF"),
+    "pickle": (b"\x80\x04\x95" + bytes(200), "begin with GGUF"),
+    "version 1": (gguf_bytes(METADATA, TENSORS, DATA, version=1), "version is 1"),
+    "big-endian": (gguf_bytes(METADATA, TENSORS, DATA, version=3 << 24), "version is 50331648"),
+    "huge tensor count": (gguf_bytes(METADATA, TENSORS, DATA, n_tensors=HUGE), "tensors"),
+    "tensor count past the end": (gguf_bytes(METADATA, TENSORS, DATA, n_tensors=50_000), "is not a GGUF file"),
+    "huge metadata count": (gguf_bytes(METADATA, TENSORS, DATA, n_metadata=HUGE), "metadata entries"),
+    "huge key": (gguf_bytes([struct.pack("<Q", HUGE) + b"abc"], [], n_metadata=1), "middle of its header"),
+    "huge text": (gguf_bytes([text("k") + struct.pack("<IQ", 8, HUGE)], []), "middle of its header"),
+    "huge string array": (gguf_bytes([array("k", 8, HUGE)], []), "items"),
+    "a million strings": (gguf_bytes([array("k", 8, 1_000_000)], []), "middle of its header"),
+    "huge number array": (gguf_bytes([array("k", 12, HUGE)], []), "items"),
+    "overflowing number array": (gguf_bytes([array("k", 12, 2**61)], []), "items"),
+    "nested array": (gguf_bytes([array("k", 9, 1, array("", 9, 1)[8:])], []), "holds arrays"),
+    "deeply nested arrays": (gguf_bytes([text("k") + struct.pack("<IIQ", 9, 9, 1) * 50_000], []), "holds arrays"),
+    "unknown metadata type": (gguf_bytes([text("k") + struct.pack("<II", 77, 1)], []), "type 77"),
+    "unknown array type": (gguf_bytes([array("k", 13, 1)], []), "type 13"),
+    "key that is not UTF-8": (gguf_bytes([text(b"\xff\xfe") + struct.pack("<II", 4, 1)], []), "not UTF-8"),
+    "key twice": (gguf_bytes([*METADATA, METADATA[1]], TENSORS, DATA), "twice"),
+    "tensor twice": (gguf_bytes(METADATA, [*TENSORS, TENSORS[0]], DATA), "twice"),
+    "no dimensions": (gguf_bytes(METADATA, changed(0, dims=[]), DATA), "0 dimensions"),
+    "five dimensions": (gguf_bytes(METADATA, changed(0, dims=[1] * 5), DATA), "5 dimensions"),
+    "dimension count": (gguf_bytes(METADATA, [text("t") + struct.pack("<I", 2**32 - 1)]), "4294967295 dimensions"),
+    "dimension of zero": (gguf_bytes(METADATA, changed(0, dims=[8, 0]), DATA), "has shape"),
+    "overflowing dimensions": (gguf_bytes(METADATA, changed(0, dims=[2**32, 2**32]), DATA), "past its end"),
+    "dimensions that overflow to 128": (gguf_bytes(METADATA, changed(0, dims=[2**62 + 32, 4]), DATA), "past its end"),
+    "huge offset": (gguf_bytes(METADATA, changed(0, offset=HUGE), DATA), "past its end"),
+    "offset that wraps": (gguf_bytes(METADATA, changed(0, offset=2**64 - 64), DATA), "past its end"),
+    "unknown tensor type": (gguf_bytes(METADATA, changed(0, kind=200), DATA), "unknown type 200"),
+    "row that is no whole block": (gguf_bytes(METADATA, changed(0, kind=8), DATA), "rows of 32"),
+    "alignment of zero": (gguf_bytes([*METADATA, u32("general.alignment", 0)], TENSORS, DATA), "alignment"),
+    "alignment of three": (gguf_bytes([*METADATA, u32("general.alignment", 3)], TENSORS, DATA), "alignment"),
+    "huge alignment": (gguf_bytes([*METADATA, u32("general.alignment", 2**31)], TENSORS, DATA), "alignment"),
+    "alignment in words": (gguf_bytes([*METADATA, words("general.alignment", "32")], TENSORS, DATA), "alignment"),
+    "data cut short": (gguf_bytes(METADATA, TENSORS, DATA[:-800]), "cut short"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_damaged_gguf(case: str, tmp_path: Path) -> None:
+    content, words_in_message = DAMAGED[case]
+    path = tmp_path / "m.gguf"
+    path.write_bytes(content)
+    assert words_in_message in refusal(lambda: minillm.load(str(path), "cpu"))
+
+
+def replaced(key: str, entry: bytes | None) -> list[bytes]:
+    rest = [old for old in METADATA if not old.startswith(text(key))]
+    return rest if entry is None else [*rest, entry]
+
+
+UNSUPPORTED: dict[str, tuple[list[bytes], list[bytes], str]] = {
+    "no architecture": (replaced("general.architecture", None), TENSORS, "None model"),
+    "gemma": (replaced("general.architecture", words("general.architecture", "gemma3")), TENSORS, "gemma3 model"),
+    "architecture as a number": (replaced("general.architecture", u32("general.architecture", 1)), TENSORS, "1 model"),
+    "no layers": (replaced("llama.block_count", u32("llama.block_count", 0)), TENSORS, "n_layers is 0"),
+    "layers in words": (replaced("llama.block_count", words("llama.block_count", "1")), TENSORS, "block_count"),
+    "layers missing": (replaced("llama.block_count", None), TENSORS, "block_count must be a whole number"),
+    "heads beyond 64 bits": (
+        [
+            *replaced("llama.attention.head_count", u32("llama.attention.head_count", 10_000_000)),
+            u32("llama.attention.key_length", 10_000_000),
+            u32("llama.attention.value_length", 10_000_000),
+        ],
+        TENSORS,
+        "has shape",
+    ),
+    "too many layers": (replaced("llama.block_count", u32("llama.block_count", 2**32 - 1)), TENSORS, "n_layers"),
+    "no heads": (
+        replaced("llama.attention.head_count", u32("llama.attention.head_count", 0)),
+        TENSORS,
+        "n_heads is 0",
+    ),
+    "heads as a list": (
+        replaced("llama.attention.head_count_kv", array("llama.attention.head_count_kv", 4, 1, bytes(4))),
+        TENSORS,
+        "head_count_kv must be a whole number",
+    ),
+    "not a number": (
+        replaced("llama.attention.layer_norm_rms_epsilon", f32("llama.attention.layer_norm_rms_epsilon", float("nan"))),
+        TENSORS,
+        "epsilon must be a positive number",
+    ),
+    "RoPE scaling": ([*METADATA, words("llama.rope.scaling.type", "yarn")], TENSORS, "yarn"),
+    "part of each head turned": ([*METADATA, u32("llama.rope.dimension_count", 2)], TENSORS, "rope.dimension_count"),
+    "RoPE factors of another length": (METADATA, [*TENSORS, tensor("rope_freqs.weight", [8])], "RoPE factors"),
+    "layer missing": (METADATA, TENSORS[:-1], "lacks 1 tensors"),
+    "embedding missing": (METADATA, TENSORS[1:], "token_embd.weight"),
+    "another shape": (METADATA, changed(3, dims=[8, 4]), "has shape [4, 8]"),
+    "transposed": (METADATA, changed(4, dims=[4, 8]), "has shape [8, 4]"),
+    "experts": (METADATA, [*TENSORS, tensor("blk.0.ffn_gate_inp.weight", [8, 2])], "ffn_gate_inp"),
+    "type IQ4_NL": (METADATA, changed(0, dims=[32, 16], kind=20), "IQ4_NL"),
+}
+
+
+@pytest.mark.parametrize("case", UNSUPPORTED)
+def test_gguf_of_another_model(case: str, tmp_path: Path) -> None:
+    metadata, tensors, words_in_message = UNSUPPORTED[case]
+    if case == "type IQ4_NL":
+        metadata = [u32("llama.embedding_length", 32) if b"embedding_length" in entry else entry for entry in metadata]
+        tensors = [tensor(f"{name}.weight", [32 if d == 8 else d for d in dims]) for name, dims in SHAPES.items()]
+        tensors[0] = tensor("token_embd.weight", [32, 16], 20)
+        metadata = [u32("llama.feed_forward_length", 32) if b"feed_forward" in entry else entry for entry in metadata]
+        tensors[4:6] = [tensor(f"blk.0.attn_{name}.weight", [32, 16]) for name in "kv"]
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf_bytes(metadata, tensors, DATA))
+    assert words_in_message in refusal(lambda: load_gguf(path, "cpu"))
+
+
+@pytest.mark.parametrize("value", [["a", "b"], [1, 2], [], "words", 2**63, -1, 1.5, True, float("inf")], ids=repr)
+def test_metadata_of_any_kind_in_any_place(value: Any, tmp_path: Path) -> None:
+    """Where a number stands there can be a list, where a text stands a number: never another error than ours."""
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf_bytes(METADATA, TENSORS, DATA))
+    more = ["rope.scaling.type", "attention.key_length", "rope.dimension_count", "rope.freq_base"]
+    more += ["attention.sliding_window", "attention.value_length"]
+    vocabulary = {"model": "gpt2", "pre": "gpt-2", "tokens": ["a"], "merges": [], "token_type": [1], "bos_token_id": 0}
+    vocabulary |= {"eos_token_id": 0, "add_bos_token": True}
+    for key in [*GGUFFile(path).metadata, *(f"llama.{name}" for name in more)]:
+        file = GGUFFile(path)
+        file.metadata[key] = value
+        with contextlib.suppress(MinillmError):
+            checkpoint._model_from_gguf(file, torch.device("cpu"), torch.float32, "m")
+    for key in vocabulary:
+        file = GGUFFile(path)
+        file.metadata |= {f"tokenizer.ggml.{name}": entry for name, entry in vocabulary.items()}
+        file.metadata[f"tokenizer.ggml.{key}"] = value
+        with contextlib.suppress(MinillmError):
+            tokenizer_from_gguf(file)
+
+
+@pytest.mark.parametrize(
+    "value", [["a"], {}, "words", 10**400, -1, 0, 1.5, True, None, 1e308], ids=lambda v: repr(v)[:9]
+)
+def test_config_json_of_any_kind_in_any_place(value: Any) -> None:
+    rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
+    whole = CONFIG | {"rope_parameters": rope | {"original_max_position_embeddings": 64}, "head_dim": 4}
+    checkpoint.config_from_hf(whole, "m")
+    for key in [*whole, "rope_theta", "rope_scaling", "quantization_config", "sliding_window", "hidden_act"]:
+        for model_type in ("llama", "mistral"):
+            with contextlib.suppress(MinillmError):
+                checkpoint.config_from_hf(whole | {"model_type": model_type} | {key: value}, "m")
+    for key in whole["rope_parameters"]:
+        with contextlib.suppress(MinillmError):
+            checkpoint.config_from_hf(whole | {"rope_parameters": whole["rope_parameters"] | {key: value}}, "m")
+
+
+def test_the_undamaged_file_loads_and_lacks_only_its_tokenizer(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf_bytes(METADATA, TENSORS, DATA))
+    assert load_gguf(path, "cpu").config.vocab_size == 16
+    assert "vocabulary" in refusal(lambda: tokenizer_from_gguf(GGUFFile(path)))
+
+
+def test_gguf_cut_at_every_byte(tmp_path: Path) -> None:
+    whole = gguf_bytes(METADATA, TENSORS, DATA)
+    path = tmp_path / "m.gguf"
+    for size in [*range(0, len(whole) - len(DATA), 7), len(whole) - 1000]:
+        path.write_bytes(whole[:size])
+        refusal(lambda: load_gguf(path, "cpu"))
+
+
+def test_random_damage_to_a_gguf_never_ends_in_another_error(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    whole = gguf_bytes([*METADATA, array("k", 8, 2, text("a") + text("b"))], TENSORS, DATA)
+    header = len(whole) - len(DATA)
+    path = tmp_path / "m.gguf"
+    for _ in range(400):
+        damaged = bytearray(whole)
+        for _ in range(rng.choice([1, 1, 4])):
+            damaged[rng.randrange(header)] = rng.choice([0, 1, 0x7F, 0xFF, rng.randrange(256)])
+        path.write_bytes(damaged)
+        try:
+            load_gguf(path, "cpu")
+        except MinillmError as error:
+            assert is_one_sentence(str(error))
+
+
+def test_string_limit_holds_before_memory_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_file, "MAX_ITEMS", 3)
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf_bytes([array("k", 8, 4, text("") * 4)], []))
+    assert "4 items" in refusal(lambda: GGUFFile(path))
+
+
+def test_missing_gguf_and_folder_named_so(tmp_path: Path) -> None:
+    assert "No such file" in refusal(lambda: minillm.load(str(tmp_path / "none.gguf"), "cpu"))
+    (tmp_path / "folder.gguf").mkdir()
+    refusal(lambda: minillm.load(str(tmp_path / "folder.gguf"), "cpu"))
+    refusal(lambda: minillm.load("a\0b.gguf", "cpu"))
+
+
+# --- safetensors
+
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 16,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A whole tiny checkpoint without its tokenizer."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    names = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
+    layer = {
+        "attn_norm": "input_layernorm",
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj",
+        "ffn_norm": "post_attention_layernorm",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+    }
+    names |= {f"blk.0.{old}": f"model.layers.0.{new}" for old, new in layer.items()}
+    tensors = {f"{names[name]}.weight": torch.zeros(dims[::-1]) for name, dims in SHAPES.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    load_safetensors(tmp_path, "cpu")
+    return tmp_path
+
+
+def header_bytes(header: object, size: int | None = None) -> bytes:
+    content = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(content) if size is None else size) + content
+
+
+def safetensors_files() -> Iterator[tuple[str, bytes]]:
+    entry = {"dtype": "F32", "shape": [16, 8], "data_offsets": [0, 512]}
+    name = "model.embed_tokens.weight"
+    yield "empty", b""
+    yield "seven bytes", bytes(7)
+    yield "huge header", header_bytes(b"{}", 2**63)
+    yield "header past the end", header_bytes(b"{}", 1000)
+    yield "not JSON", header_bytes(b"{{{{")
+    yield "nested JSON", header_bytes(b'{"a":' * 50_000)
+    yield "pickle", b"\x80\x04\x95" + bytes(200)
+    yield "no data", header_bytes({name: entry})
+    yield "huge offsets", header_bytes({name: entry | {"data_offsets": [2**62, 2**62 + 512]}}) + bytes(512)
+    yield "negative offsets", header_bytes({name: entry | {"data_offsets": [-512, 0]}}) + bytes(512)
+    yield "overlap", header_bytes({name: entry, "b": entry}) + bytes(512)
+    yield "shape beyond its data", header_bytes({name: entry | {"shape": [16, 9]}}) + bytes(512)
+    yield "overflowing shape", header_bytes({name: entry | {"shape": [2**40, 2**40]}}) + bytes(512)
+    yield "unknown dtype", header_bytes({name: entry | {"dtype": "F7"}}) + bytes(512)
+
+
+@pytest.mark.parametrize(
+    ("case", "content"), list(safetensors_files()), ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_damaged_safetensors(case: str, content: bytes, folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(content)
+    refusal(lambda: load_safetensors(folder, "cpu"))
+
+
+def test_safetensors_cut_short(folder: Path) -> None:
+    whole = (folder / "model.safetensors").read_bytes()
+    for size in range(0, len(whole), 211):
+        (folder / "model.safetensors").write_bytes(whole[:size])
+        refusal(lambda: load_safetensors(folder, "cpu"))
+
+
+def test_huge_configuration_is_refused_before_memory_is_taken(folder: Path) -> None:
+    """By its numbers this model has 10^14 weights: the file's header says that they are not there."""
+    huge = CONFIG | {"hidden_size": 9_999_998, "vocab_size": 10_000_000, "num_hidden_layers": 1000}
+    beyond_64_bits = huge | {"num_attention_heads": 10_000_000, "head_dim": 10_000_000}
+    for config in (huge, beyond_64_bits):
+        (folder / "config.json").write_text(json.dumps(config))
+        refusal(lambda: load_safetensors(folder, "cpu"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../model.safetensors",
+        "/etc/passwd",
+        "a/b.safetensors",
+        "..\\m.safetensors",
+        "model.bin",
+        "",
+        "a\nb.safetensors",
+        3,
+        None,
+        ["model.safetensors"],
+        {"a": 1},
+    ],
+)
+def test_shard_names_are_plain_file_names(name: object, folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    assert "plain file name" in refusal(lambda: load_safetensors(folder, "cpu"))
+
+
+@pytest.mark.parametrize("index", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": "gone.safetensors"}}'])
+def test_damaged_index(index: str, folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text(index)
+    refusal(lambda: load_safetensors(folder, "cpu"))
+
+
+def test_shards_that_hold_a_tensor_twice(folder: Path) -> None:
+    (folder / "copy.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    weight_map = {"a": "copy.safetensors", "b": "model.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert "twice" in refusal(lambda: load_safetensors(folder, "cpu"))
+
+
+def test_pickled_weights_are_never_read(folder: Path) -> None:
+    class Bomb:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (pytest.fail, ("unpickled",))
+
+    (folder / "model.safetensors").unlink()
+    torch.save({"model.norm.weight": Bomb()}, folder / "pytorch_model.bin")
+    assert "pickled" in refusal(lambda: minillm.load(str(folder), "cpu"))
+    (folder / "pytorch_model.bin").rename(folder / "model.safetensors")
+    refusal(lambda: load_safetensors(folder, "cpu"))
+
+
+def test_two_safetensors_without_an_index(folder: Path) -> None:
+    (folder / "copy.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    assert "no index" in refusal(lambda: load_safetensors(folder, "cpu"))
+
+
+# --- JSON files of a folder
+
+
+@pytest.mark.parametrize("content", ["", "{", "null", "[]", "[" * 200_000, '{"model": {"type": "BPE"}}', "\udcff"])
+def test_damaged_tokenizer_json(content: str, folder: Path) -> None:
+    (folder / "tokenizer.json").write_bytes(content.encode(errors="surrogateescape"))
+    assert "tokenizer.json" in refusal(lambda: tokenizer_from_folder(folder))
+
+
+def test_folder_without_tokenizer(folder: Path) -> None:
+    assert "no tokenizer.json" in refusal(lambda: minillm.load(str(folder), "cpu"))
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json", "config.json"])
+@pytest.mark.parametrize("content", ["", "[]", "[" * 200_000, "\udcff"])
+def test_damaged_settings(name: str, content: str, folder: Path) -> None:
+    minillm.load("tiny", "cpu")[1].backend.save(str(folder / "tokenizer.json"))
+    (folder / name).write_bytes(content.encode(errors="surrogateescape"))
+    assert name in refusal(lambda: tokenizer_from_folder(folder))
+
+
+def test_settings_of_the_wrong_kind_are_ignored(folder: Path) -> None:
+    minillm.load("tiny", "cpu")[1].backend.save(str(folder / "tokenizer.json"))
+    odd = {
+        "eos_token_id": ["x", None],
+        "bos_token": 3,
+        "eos_token": {"content": []},
+        "chat_template": [1],
+        "add_bos_token": 1,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(odd))
+    (folder / "generation_config.json").write_text(json.dumps(odd))
+    tokenizer = tokenizer_from_folder(folder)
+    assert tokenizer.stop_tokens == frozenset()
+    assert tokenizer.template is None
+
+
+# --- Chat templates
+
+
+LOOP = "{% for i in range(99999) %}"
+TEMPLATES = {
+    "nested loops": LOOP * 3 + "{% endfor %}" * 3,
+    "doubling text": "{% set n = namespace(s='x') %}" + LOOP + "{% set n.s = n.s ~ n.s %}{% endfor %}",
+    "repetition": "{{ 'x' * 100000000000 }}",
+    "padding": "{{ '%1000000000000d' % 1 }}",
+    "power": "{{ 9 ** (9 ** 9) }}",
+    "large output": LOOP + "{{ 'x' * 1000 }}{% endfor %}",
+    "recursion": "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
+    "branching recursion": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "nested blocks": "{% if 1 %}" * 9000 + "{% endif %}" * 9000,
+    "nested parentheses": "{{ " + "(" * 50_000 + "1" + ")" * 50_000 + " }}",
+    "long template": "x" * 1_000_000,
+    "syntax": "{% for %}",
+    "way out of the sandbox": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "changing its input": "{{ messages.append(1) }}",
+    "file": "{% include '/etc/passwd' %}",
+    "its own refusal": "{{ raise_exception('roles must alternate\n\nplease') }}",
+    "missing message": "{{ messages[7].content }}",
+}
+
+
+@pytest.mark.parametrize("case", TEMPLATES)
+def test_hostile_template(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "CPU_SECONDS", 1)
+    message = refusal(lambda: chat_template.render(TEMPLATES[case], [{"role": "user", "content": "hi"}], {}))
+    assert "chat template" in message
+
+
+def test_template_that_sleeps_is_ended_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "WALL_SECONDS", 0.01)
+    assert "come to an end" in refusal(lambda: chat_template.render("x", [{"role": "user", "content": "hi"}], {}))
+
+
+def test_templates_have_the_helpers_they_are_written_for() -> None:
+    template = (
+        "{%- for m in messages %}\n    {%- if loop.index > 1 %}{% break %}{% endif %}\n{{ m.content | tojson }}\n"
+        "{%- endfor %} {{ strftime_now('%Y') | length }} {{ bos_token }}{{ add_generation_prompt }}{{ tools is none }}"
+    )
+    messages = [{"role": "user", "content": "<é> '"}, {"role": "user", "content": "no"}]
+    transformers = pytest.importorskip("transformers")
+    (expected,), _ = transformers.utils.chat_template_utils.render_jinja_template(
+        [messages], chat_template=template, add_generation_prompt=True, bos_token="<s>"
+    )
+    assert chat_template.render(template, messages, {"bos_token": "<s>"}) == expected
+    assert expected == '"<é> \'" 4 <s>TrueTrue'
