@@ -1,0 +1,123 @@
+"""The engines that peers.py runs side by side, each in its own best way to generate greedily for one user."""
+
+import importlib.util
+from typing import Any, Protocol
+
+import torch
+
+from minillm.device import DTYPE_NAMES
+from minillm.download import default_model_path
+from minillm.errors import MinillmError
+from minillm.model import Transformer
+from minillm.stages import kv_cache
+from minillm.weights import named_parts
+
+
+class Engine(Protocol):
+    """`generate` returns exactly n greedy tokens after the prompt, computed from nothing and read by the host."""
+
+    name: str
+    precision: str
+
+    def generate(self, prompt: list[int], n: int) -> list[int]: ...
+
+
+class Minillm:
+    """The kv_cache stage."""
+
+    name = "minillm"
+
+    def __init__(self, model: Transformer) -> None:
+        self.model = model
+        self.precision = DTYPE_NAMES[model.dtype]
+
+    def generate(self, prompt: list[int], n: int) -> list[int]:
+        return kv_cache.generate(self.model, prompt, n).tokens
+
+
+class Transformers:
+    """Hugging Face transformers with the weights of `model`: `generate`, with its fused attention and its default cache."""
+
+    name = "transformers"
+
+    def __init__(self, model: Transformer) -> None:
+        self.model = llama_of_transformers(model)
+        self.precision = DTYPE_NAMES[model.dtype]
+
+    @torch.inference_mode()
+    def generate(self, prompt: list[int], n: int) -> list[int]:
+        ids = torch.tensor([prompt], device=self.model.device)
+        out = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n)
+        return out[0, len(prompt) :].tolist()
+
+
+def llama_of_transformers(model: Transformer) -> Any:
+    """A `LlamaForCausalLM` with a copy of the weights of `model`, greedy, with no processor of logits and no end token.
+
+    Raises `MinillmError` for another architecture.
+    """
+    import transformers
+
+    c = model.config
+    if c.architecture != "llama":
+        raise MinillmError(f"{c.name} is a {c.architecture} model; peers are compared on a llama model.")
+    if c.rope_factors is not None:
+        raise MinillmError(f"{c.name} scales its rotary frequencies; peers are compared on a model that does not.")
+    config = transformers.LlamaConfig(
+        vocab_size=c.vocab_size,
+        hidden_size=c.d_model,
+        intermediate_size=c.d_ff,
+        num_hidden_layers=c.n_layers,
+        num_attention_heads=c.n_heads,
+        num_key_value_heads=c.n_kv_heads,
+        head_dim=c.head_dim,
+        max_position_embeddings=c.max_positions,
+        rms_norm_eps=c.norm_eps,
+        tie_word_embeddings=c.tied_embeddings,
+        rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=model.dtype, attn_implementation="sdpa")
+    missing, unexpected = theirs.load_state_dict(named_parts(model), strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
+    theirs.tie_weights()
+    theirs = theirs.to(model.device).eval().requires_grad_(False)
+    # A plain GenerationConfig is greedy search with use_cache and nothing done to the logits.
+    theirs.generation_config = transformers.GenerationConfig(do_sample=False, use_cache=True, pad_token_id=0)
+    return theirs
+
+
+class LlamaCpp:
+    """llama.cpp through llama-cpp-python, on the default model's own 4-bit file."""
+
+    name = "llama.cpp"
+    precision = "Q4_1"
+
+    def __init__(self, device: torch.device, context: int) -> None:
+        import llama_cpp
+
+        on_gpu = device.type == "cuda"
+        if on_gpu and not llama_cpp.llama_supports_gpu_offload():
+            raise MinillmError("This llama-cpp-python is built for the CPU only: leave llama.cpp out with --engines.")
+        threads = torch.get_num_threads()
+        self.model = llama_cpp.Llama(
+            str(default_model_path()),
+            n_ctx=context,
+            n_threads=threads,
+            n_threads_batch=threads,
+            n_gpu_layers=-1 if on_gpu else 0,
+            verbose=False,
+        )
+
+    def generate(self, prompt: list[int], n: int) -> list[int]:
+        self.model.reset()  # or it would keep the prefix that this prompt shares with the last one
+        stream = self.model.generate(prompt, temp=0.0)
+        return [token for token, _ in zip(stream, range(n), strict=False)]
+
+
+PACKAGE_OF = {Minillm.name: "torch", Transformers.name: "transformers", LlamaCpp.name: "llama_cpp"}
+
+
+def is_installed(engine: str) -> bool:
+    return importlib.util.find_spec(PACKAGE_OF[engine]) is not None

@@ -1,0 +1,388 @@
+"""The benchmarks measure what they say: the arithmetic on an invented clock, the weights by value, the commands end to end."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import SHAPES, is_one_sentence, lively_model, logits_whole, random_prompt, wide
+
+import minillm
+from minillm.errors import MinillmError
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))  # as Python does for a script there
+
+import engines as engines_module  # noqa: E402
+import peers  # noqa: E402
+from engines import Minillm, Transformers, is_installed, llama_of_transformers  # noqa: E402
+from machine import describe  # noqa: E402
+
+needs_transformers = pytest.mark.skipif(not is_installed("transformers"), reason="transformers is not installed")
+
+
+class Clock:
+    """Time that passes only where a fake engine says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class Fake:
+    """An engine whose n tokens after a prompt of T cost T * per_prompt_token + (n - 1) * per_token seconds."""
+
+    def __init__(self, clock: Clock, name: str, precision: str, per_prompt_token: float, per_token: float) -> None:
+        self.clock, self.name, self.precision = clock, name, precision
+        self.costs = per_prompt_token, per_token
+        self.calls: list[tuple[int, int]] = []
+        self.answer = list(range(1000))
+
+    def generate(self, prompt: list[int], n: int) -> list[int]:
+        self.calls.append((len(prompt), n))
+        self.clock.now += len(prompt) * self.costs[0] + (n - 1) * self.costs[1]
+        return self.answer[:n]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(peers, "time", clock)
+    return clock
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # tiny operators: a second thread would only be waited for
+    yield
+    torch.set_num_threads(before)
+
+
+LLAMAS = {
+    "llama": wide(SHAPES["llama"], n_heads=4),  # transformers wants heads that divide the width
+    "multi-query": SHAPES["multi-query"],
+    "multi-head": SHAPES["multi-head"],
+}
+REQUEST = peers.Request(decode_prompt=[1] * 40, prefill_prompt=[2] * 256, new_tokens=65)
+
+
+# --- measuring -------------------------------------------------------------------------------------------------------
+
+
+def test_decode_speed_is_that_of_all_tokens_but_the_first(clock: Clock) -> None:
+    taken = peers.sample(Fake(clock, "minillm", "fp32", per_prompt_token=0.01, per_token=0.04), REQUEST)
+    assert taken.decode_tokens_per_s == pytest.approx(25)  # 1 / 0.04, whatever the 40 tokens of prompt cost
+    assert taken.prefill_s == pytest.approx(2.56)
+
+
+def test_a_slow_call_does_not_move_the_prefill(clock: Clock) -> None:
+    engine = Fake(clock, "minillm", "fp32", 0.01, 0.04)
+    usual, calls = engine.generate, iter([5.0, 0.0, 0.0, 5.0, 0.0, 0.0, 0.0])
+
+    def hit_by_noise(prompt: list[int], n: int) -> list[int]:
+        clock.now += next(calls)
+        return usual(prompt, n)
+
+    engine.generate = hit_by_noise  # type: ignore[method-assign]
+    taken = peers.sample(engine, REQUEST)
+    assert (taken.decode_tokens_per_s, taken.prefill_s) == pytest.approx((25, 2.56))
+
+
+def test_engines_take_turns_after_a_warm_up_that_is_not_counted(clock: Clock) -> None:
+    order: list[str] = []
+
+    class Noting(Fake):
+        def generate(self, prompt: list[int], n: int) -> list[int]:
+            if n == REQUEST.new_tokens:  # one such call a turn, and none in the warm-up
+                order.append(self.name)
+            if len(self.calls) < 2 * peers.WARM_UPS:
+                clock.now += 60  # the first calls are slow
+            return super().generate(prompt, n)
+
+    engines = [Noting(clock, name, "fp32", 0.01, 0.04) for name in "abc"]
+    samples = peers.measure(engines, REQUEST, rounds=3)
+    assert order == list("abcabcabc")
+    assert [len(taken) for taken in samples] == [3, 3, 3]
+    assert all(s.prefill_s == pytest.approx(2.56) for taken in samples for s in taken)
+
+
+def test_ratios_are_taken_within_a_round_and_above_1_is_faster() -> None:
+    ours = [peers.Sample(30, 0.2), peers.Sample(15, 0.4), peers.Sample(36, 0.1)]  # the machine drifts by half ...
+    theirs = [peers.Sample(20, 0.3), peers.Sample(10, 0.6), peers.Sample(20, 0.2)]  # ... for both
+    ratios = peers.times_as_fast(ours, theirs)
+    assert ratios["decode"] == pytest.approx([1.5, 1.5, 1.8])
+    assert ratios["prefill"] == pytest.approx([1.5, 1.5, 2.0])
+    assert peers.spread(ratios["decode"])["median"] == pytest.approx(1.5)
+
+
+def test_an_engine_that_stops_early_is_refused(clock: Clock) -> None:
+    engine = Fake(clock, "transformers", "fp32", 0.01, 0.04)
+    engine.answer = engine.answer[:10]
+    with pytest.raises(MinillmError, match="transformers gave 10 tokens where 65 were asked for") as error:
+        peers.sample(engine, REQUEST)
+    assert is_one_sentence(str(error.value))
+
+
+def test_times_that_cannot_be_told_apart_are_refused(clock: Clock) -> None:
+    with pytest.raises(MinillmError, match="took no longer than 1") as error:
+        peers.sample(Fake(clock, "minillm", "fp32", 0.01, 0.0), REQUEST)
+    assert is_one_sentence(str(error.value))
+
+
+# --- what is compared with what --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def five(clock: Clock) -> list[Fake]:
+    """minillm decodes 1.2, 0.9 times as fast as transformers, prefill 0.5, 2 times; llama.cpp decodes 3 times as fast."""
+    return [
+        Fake(clock, "minillm", "fp32", 0.02, 0.10),
+        Fake(clock, "transformers", "fp32", 0.01, 0.12),
+        Fake(clock, "minillm", "bf16", 0.01, 0.10),
+        Fake(clock, "transformers", "bf16", 0.02, 0.09),
+        Fake(clock, "llama.cpp", "Q4_1", 0.01, 0.05),
+    ]
+
+
+def test_each_precision_is_compared_with_its_own_and_llama_cpp_with_every_one(five: list[Fake]) -> None:
+    result = peers.summarize(five, peers.measure(five, REQUEST, rounds=3))
+    found = {
+        (r["phase"], r["precision"], r["peer"], r["peer_precision"]): r["times_as_fast"]["median"]
+        for r in result["ratios"]
+    }
+    assert found == pytest.approx(
+        {
+            ("decode", "fp32", "transformers", "fp32"): 1.2,
+            ("prefill", "fp32", "transformers", "fp32"): 0.5,
+            ("decode", "bf16", "transformers", "bf16"): 0.9,
+            ("prefill", "bf16", "transformers", "bf16"): 2.0,
+            ("decode", "fp32", "llama.cpp", "Q4_1"): 0.5,
+            ("prefill", "fp32", "llama.cpp", "Q4_1"): 0.5,
+            ("decode", "bf16", "llama.cpp", "Q4_1"): 0.5,
+            ("prefill", "bf16", "llama.cpp", "Q4_1"): 1.0,
+        }
+    )
+    assert {r["target"] for r in result["ratios"] if r["peer"] == "llama.cpp"} == {None}
+    assert {r["phase"]: r["target"] for r in result["ratios"] if r["peer"] == "transformers"} == peers.TARGETS
+
+
+def test_it_says_where_minillm_is_slower_and_which_target_it_misses(five: list[Fake]) -> None:
+    five[1].costs = (0.05, 0.11)  # fp32 decode 1.1 times as fast: faster, and below the target
+    lines = peers.shortfalls(peers.summarize(five[:4], peers.measure(five[:4], REQUEST, rounds=1))["ratios"])
+    assert lines == [
+        "Below the target of 1.15: minillm's decode in fp32 is 1.10 times as fast as transformers in fp32.",
+        "Slower: minillm's decode in bf16 is 0.90 times as fast as transformers in bf16.",
+    ]
+
+
+def test_fp32_answers_must_be_equal_and_others_are_reported(five: list[Fake]) -> None:
+    five[3].answer = [*range(7), 0, 0, 0, *range(10, 1000)]  # parts at token 8, in bf16
+    agreement = {(row["engine"], row["precision"]): row["equal_tokens"] for row in peers.check_answers(five, REQUEST)}
+    assert agreement == {("transformers", "fp32"): 65, ("transformers", "bf16"): 7, ("llama.cpp", "Q4_1"): 65}
+    five[1].answer = [*range(20), 0, 0]
+    with pytest.raises(MinillmError, match="differ at new token 21") as error:
+        peers.check_answers(five, REQUEST)
+    assert str(error.value).endswith(".")
+
+
+def test_prompts_have_the_lengths_that_were_asked_for() -> None:
+    _, tokenizer = minillm.load("tiny", "cpu")
+    request = peers.make_request(tokenizer, 40, 2000, 8)  # longer than the text: it repeats
+    assert (len(request.decode_prompt), len(request.prefill_prompt)) == (40, 2000)
+    assert request.decode_prompt == request.prefill_prompt[:40]
+
+
+# --- the engines -----------------------------------------------------------------------------------------------------
+
+
+@needs_transformers
+@pytest.mark.parametrize("shape", LLAMAS)
+def test_transformers_gets_the_same_weights(shape: str) -> None:
+    model = lively_model(LLAMAS[shape])
+    tokens = torch.tensor([random_prompt(30, 97)])
+    with torch.inference_mode():
+        theirs = llama_of_transformers(model)(tokens).logits
+    torch.testing.assert_close(theirs, logits_whole(model, tokens), rtol=0, atol=1e-4)
+
+
+@needs_transformers
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_both_engines_give_n_tokens_and_in_fp32_the_same(dtype: torch.dtype) -> None:
+    model = lively_model(LLAMAS["llama"], dtype=dtype)
+    prompt = random_prompt(20, 97, seed=3)
+    ours, theirs = Minillm(model), Transformers(model)
+    assert ours.precision == theirs.precision == {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
+    for n in (1, 2, 30):
+        answer = ours.generate(prompt, n)
+        assert len(answer) == len(theirs.generate(prompt, n)) == n
+        assert dtype != torch.float32 or theirs.generate(prompt, n) == answer
+
+
+@needs_transformers
+def test_transformers_runs_fused_attention_a_cache_and_nothing_on_the_logits() -> None:
+    model = llama_of_transformers(lively_model(LLAMAS["llama"]))
+    assert model.config._attn_implementation == "sdpa"
+    settings = model.generation_config
+    assert settings.use_cache and not settings.do_sample and settings.eos_token_id is None
+    assert not model.training and not any(p.requires_grad for p in model.parameters())
+
+
+@needs_transformers
+@pytest.mark.parametrize("shape, words", [("qwen3", "qwen3 model"), ("llama3", "rotary frequencies")])
+def test_a_model_that_would_not_be_the_same_there_is_refused(shape: str, words: str) -> None:
+    with pytest.raises(MinillmError, match=words) as error:
+        llama_of_transformers(lively_model(SHAPES[shape]))
+    assert str(error.value).endswith(".")
+
+
+@pytest.mark.skipif(not is_installed("llama.cpp"), reason="llama-cpp-python is not installed")
+def test_llama_cpp_starts_every_answer_anew() -> None:
+    engine = engines_module.LlamaCpp(torch.device("cpu"), context=64)
+    prompt = [504, 3575, 282, 260]
+    first = engine.generate(prompt, 8)
+    assert len(first) == 8 and engine.generate(prompt, 8) == first
+    assert engine.model.n_tokens >= len(prompt) + 7  # the prompt was read again, not kept
+
+
+# --- the commands ----------------------------------------------------------------------------------------------------
+
+
+@needs_transformers
+def test_peers_writes_its_result_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = iter(range(10**6))
+    # Times of calls this short mean nothing and could even be negative: only the rest is tested here.
+    monkeypatch.setattr(peers, "seconds", lambda engine, prompt, n: n * 0.01 + len(prompt) * 1e-3 + next(calls) * 1e-9)
+    path = tmp_path / "new" / "peers.json"
+    options = ["--model", "tiny", "--device", "cpu", "--rounds", "3", "--max-new-tokens", "8", "--prefill-prompt", "64"]
+    assert peers.main([*options, "--engines", "minillm,transformers", "--json", str(path)]) == 0
+    result = json.loads(path.read_text())
+    assert {"date", "commit", "dirty", "machine", "versions", "settings", "engines", "ratios", "agreement"} == set(
+        result
+    )
+    assert [(e["engine"], e["precision"]) for e in result["engines"]] == [
+        ("minillm", "fp32"), ("transformers", "fp32"), ("minillm", "bf16"), ("transformers", "bf16"),
+    ]  # fmt: skip
+    for row in result["engines"]:
+        for key in ("decode_tokens_per_s", "prefill_s"):
+            assert row[key]["min"] <= row[key]["median"] <= row[key]["max"] and len(row[key]["rounds"]) == 3
+    assert len(result["ratios"]) == 4 and all(len(r["times_as_fast"]["rounds"]) == 3 for r in result["ratios"])
+    assert result["agreement"][0] == {"engine": "transformers", "precision": "fp32", "equal_tokens": 8, "of": 8}
+    assert result["settings"]["rounds"] == 3 and result["versions"]["torch"] == torch.__version__
+    assert "how many times as fast" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "options, status, words",
+    [
+        (["--engines", "vllm"], 2, "Unknown engine 'vllm'"),
+        (["--model", "tiny", "--engines", "llama.cpp"], 2, "llama"),
+        (["--model", "no-such-model"], 2, "Unknown model"),
+        (["--model", "tiny", "--dtypes", "fp8"], 2, "Unknown dtype"),
+        (["--model", "tiny", "--device", "abacus"], 2, "Unknown device"),
+        (["--max-new-tokens", "1"], 2, "at least 2"),
+        (["--model", "tiny", "--prefill-prompt", "1000"], 2, "positions"),
+        (["--rounds", "0"], 2, "below 1"),
+        (["--rounds", "many"], 2, "invalid"),
+    ],
+)
+def test_bad_requests_to_peers_end_in_one_sentence(
+    options: list[str], status: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = peers.main(options)
+    except SystemExit as exit:  # argparse leaves that way
+        code = exit.code  # type: ignore[assignment]
+    message = capsys.readouterr().err.strip()
+    assert code == status and words in message and message.startswith("peers.py: ")
+    assert "\n" not in message and message.endswith(".")
+
+
+def test_an_engine_that_is_not_installed_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(peers, "is_installed", lambda name: name == "minillm")
+    assert peers.main(["--engines", "minillm,llama.cpp"]) == 2
+    assert "The engine llama.cpp is not installed" in capsys.readouterr().err
+
+
+def test_a_result_names_machine_versions_and_commit() -> None:
+    description = describe(torch.device("cpu"))
+    assert description["machine"]["cores"] >= 1 and description["machine"]["threads"] == torch.get_num_threads()
+    assert description["versions"]["torch"] == torch.__version__
+    assert description["commit"] is None or len(description["commit"]) == 40
+    json.dumps(description)
+
+
+# --- gpu.sh ----------------------------------------------------------------------------------------------------------
+
+needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+
+
+def gpu_sh(folder: Path, *parts: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHON": sys.executable, "OUT": str(folder), "OMP_NUM_THREADS": "1"} | environment
+    command = ["bash", str(BENCHMARKS / "gpu.sh"), *parts]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=240)
+
+
+@needs_bash
+def test_gpu_sh_tours_a_tiny_model_on_the_cpu(tmp_path: Path) -> None:
+    done = gpu_sh(tmp_path, "tiny", DEVICE="cpu")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"machine.json", "gpu.log", "tiny.json", "tiny.png"}
+    machine = json.loads((tmp_path / "machine.json").read_text())
+    assert [(part["part"], part["outcome"]) for part in machine["parts"]] == [("tiny", "passed")]
+    tour = json.loads((tmp_path / "tiny.json").read_text())
+    assert [stage["stage"] for stage in tour["stages"]][:2] == ["naive", "kv_cache"]
+    assert "tiny: passed in" in done.stdout.splitlines()[-1]
+
+
+@needs_bash
+def test_gpu_sh_goes_on_after_a_part_that_failed_and_exits_nonzero(tmp_path: Path) -> None:
+    (tmp_path / "smollm.json").mkdir()  # where the first part wants to write a file
+    done = gpu_sh(tmp_path, "smollm", "tiny", DEVICE="cpu")
+    assert done.returncode == 1
+    assert "Failed: smollm" in done.stderr and "smollm.json cannot be written" in done.stdout
+    machine = json.loads((tmp_path / "machine.json").read_text())
+    assert [(part["part"], part["outcome"]) for part in machine["parts"]] == [("smollm", "failed"), ("tiny", "passed")]
+    assert (tmp_path / "tiny.json").exists()
+
+
+@needs_bash
+@pytest.mark.parametrize(
+    "part, environment, status, words",
+    [
+        ("everything", {}, 2, "Unknown part 'everything'"),
+        ("tiny", {"PYTHON": "/no/such/python"}, 1, "/no/such/python does not run"),
+        ("tiny", {"DEVICE": "abacus"}, 1, "Unknown device 'abacus'"),
+        pytest.param(
+            "tiny", {"DEVICE": "cuda"}, 1, "No CUDA device can be used here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
+        ),
+    ],
+)  # fmt: skip
+def test_gpu_sh_refuses_what_it_cannot_do(
+    part: str, environment: dict[str, str], status: int, words: str, tmp_path: Path
+) -> None:
+    done = gpu_sh(tmp_path / "out", part, **{"DEVICE": "cpu"} | environment)
+    assert done.returncode == status and words in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@needs_bash
+def test_gpu_sh_names_the_packages_that_are_missing(tmp_path: Path) -> None:
+    # A Python that has none of them: the same one, without its site-packages.
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+    bare.chmod(0o755)
+    done = gpu_sh(tmp_path / "out", "tiny", DEVICE="cpu", PYTHON=str(bare))
+    assert done.returncode == 1 and "Missing Python packages: gguf" in done.stderr and ".whl/" in done.stderr
