@@ -1,5 +1,6 @@
 # `make tour` and `make test` each do everything on a fresh machine: environment, packages, model, run.
 # Another Python: make PYTHON=python3.12 test. Arguments of a tour: make tour ARGS="--stages kv_cache".
+# Some chapters only: make notebooks CHAPTERS="00 02".
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -33,8 +34,8 @@ lint: env
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-notebooks:
-	@echo "The chapters are not written yet: their notebooks come with them."
+notebooks: env
+	$(BIN)/python chapters/build.py $(CHAPTERS)
 
 clean:
 	rm -rf $(VENV) tour build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

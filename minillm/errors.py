@@ -4,6 +4,10 @@
 class MinillmError(ValueError):
     """The work cannot be done: a file is damaged, a device is missing, a cache is full. Commands exit with 1."""
 
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows instead of a stack of frames: IPython asks an error for it by this name."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class UsageError(MinillmError):
     """The request itself is wrong: an unknown name, an empty prompt, a count below one. Commands exit with 2."""

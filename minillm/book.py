@@ -1,0 +1,75 @@
+"""What the chapters show with: the package's own source by name, and small tables. Both read as text anywhere.
+
+In a notebook an object is shown by the richest form it has: Markdown where Jupyter asks for it, its `repr` elsewhere.
+"""
+
+import inspect
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from minillm.errors import UsageError
+
+
+class Source:
+    """Source of a piece of this package, under the name of its file."""
+
+    def __init__(self, path: str, code: str) -> None:
+        self.path, self.code = path, code
+
+    def __repr__(self) -> str:
+        return f"# {self.path}\n{self.code}"
+
+    def _repr_markdown_(self) -> str:
+        return f"```python\n{self!r}\n```"
+
+
+def show(thing: Any, *methods: str) -> Source:
+    """The source of a module, class, function or property of this package, as it stands in its file.
+
+    Of a class, `methods` picks some: its first line and only these. Raises `UsageError` for what has no source here.
+    """
+    try:
+        target: Any = inspect.unwrap(thing.fget if isinstance(thing, property) else thing)
+        code = textwrap.dedent(inspect.getsource(target)).rstrip()
+        path = Path(inspect.getsourcefile(target) or "").relative_to(Path(__file__).parent.parent)
+        parts = [textwrap.indent(show(inspect.getattr_static(thing, name)).code, "    ") for name in methods]
+    except (TypeError, OSError, ValueError, AttributeError):
+        raise UsageError(f"{thing!r} has no source in this package: show a module, class or function of it.") from None
+    if isinstance(target, ModuleType):
+        return Source(str(path), code)
+    if methods:
+        code = "\n\n".join([f"{code.splitlines()[0]}\n    ...", *parts])
+    return Source(path.as_posix(), code)
+
+
+class Table:
+    """Rows of text under a line of column names; the first column stands left, the others right."""
+
+    def __init__(self, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+        self.rows = [[str(cell) for cell in row] for row in [columns, *rows]]
+        if any(len(row) != len(columns) for row in self.rows):
+            raise UsageError(f"Every row needs {len(columns)} cells, one a column.")
+
+    def __repr__(self) -> str:
+        widths = [max(map(len, column)) for column in zip(*self.rows, strict=True)]
+        lines = ["  ".join(_aligned(row, widths)).rstrip() for row in self.rows]
+        return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+    def _repr_markdown_(self) -> str:
+        lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in self.rows]
+        rule = "| :-- |" + " --: |" * (len(self.rows[0]) - 1)
+        return "\n".join([lines[0], rule, *lines[1:]])
+
+
+def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
+    return [
+        cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+    ]
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
+    """A table of cells that are shown as they are: format numbers first. Raises `UsageError` for a row of another length."""
+    return Table(columns, rows)

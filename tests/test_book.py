@@ -1,0 +1,252 @@
+"""The book: every notebook is what its chapter gives, runs anywhere, and says nothing that its cells do not show."""
+
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import nbformat
+import pytest
+from nbformat import NotebookNode
+
+import minillm
+from minillm import cli
+from minillm.book import show, table
+from minillm.errors import UsageError
+from minillm.stages import kv_cache, naive
+
+ROOT = Path(__file__).parent.parent
+NOTEBOOK_LIMIT_S = 240  # each is to take under 2 minutes on 2 idle cores; the tests may share them
+SECTIONS = [
+    "The question",
+    "The idea",
+    "The prediction",
+    "The code",
+    "The run",
+    "On the roofline",
+    "Where it loses",
+    "In production engines",
+    "Ledger",
+    "Exercises",
+]
+LEDGER = ["Invariant", "Hypothesis", "Wins", "Loses", "Fallback", "Benchmark trap"]
+
+
+def load_build_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("build", ROOT / "chapters" / "build.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+build = load_build_script()
+CHAPTERS = build.chapter_paths()
+every_chapter = pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
+
+
+def read_notebook(chapter: Path) -> NotebookNode:
+    return nbformat.read(build.notebook_path(chapter), as_version=4)
+
+
+def prose(chapter: Path) -> str:
+    """The chapter without its code cells."""
+    return "\n\n".join(cell.source for cell in build.read_chapter(chapter).cells if cell.cell_type == "markdown")
+
+
+def texts(cell: NotebookNode) -> list[str]:
+    """All text that a code cell put out."""
+    found = [output.get("text", "") for output in cell.outputs]
+    return found + [text for output in cell.outputs for kind, text in output.get("data", {}).items() if "text/" in kind]
+
+
+# --- notebooks --------------------------------------------------------------------------------------------------------
+
+
+def test_notebooks_are_those_of_the_chapters():
+    assert sorted((ROOT / "notebooks").glob("*.ipynb")) == [build.notebook_path(chapter) for chapter in CHAPTERS]
+
+
+@every_chapter
+def test_notebook_has_the_cells_of_its_chapter(chapter):
+    def cells(notebook: NotebookNode) -> list[Any]:
+        return [(cell.id, cell.cell_type, cell.source, cell.metadata.get("tags", [])) for cell in notebook.cells]
+
+    assert cells(read_notebook(chapter)) == cells(build.read_chapter(chapter)), "run `make notebooks`"
+
+
+@every_chapter
+def test_notebook_ran_whole_in_order_and_without_error(chapter):
+    code = [cell for cell in read_notebook(chapter).cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    outputs = [output for cell in code for output in cell.outputs]
+    assert outputs
+    assert not [o for o in outputs if o.output_type == "error" or o.get("name") == "stderr"]
+
+
+@every_chapter
+def test_notebook_holds_nothing_that_changes_by_itself(chapter):
+    notebook = read_notebook(chapter)
+    assert set(notebook.metadata) == {"kernelspec", "language_info"}
+    assert set(notebook.metadata.language_info) == {"name"}
+    assert {key for cell in notebook.cells for key in cell.metadata} <= {"tags"}
+    assert {tag for cell in notebook.cells for tag in cell.metadata.get("tags", [])} <= {build.TIMED}
+
+
+@every_chapter
+def test_code_gives_the_outputs_of_the_notebook(chapter, tmp_path):
+    """In another folder and under another kernel's name. Cells tagged as timed only have to run."""
+    kernel = tmp_path / "jupyter" / "kernels" / "another-name"
+    kernel.mkdir(parents=True)
+    argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    (kernel / "kernel.json").write_text(json.dumps({"argv": argv, "display_name": "Another", "language": "python"}))
+    shutil.copy(build.notebook_path(chapter), tmp_path)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--nbval",
+        "--nbval-kernel-name=another-name",
+    ]
+    run = subprocess.run(
+        [*command, f"{chapter.stem}.ipynb"], cwd=tmp_path, env=os.environ | {"JUPYTER_PATH": str(tmp_path / "jupyter")},
+        capture_output=True, text=True, timeout=NOTEBOOK_LIMIT_S,
+    )  # fmt: skip
+    assert run.returncode == 0, f"run `make notebooks` and look at what changed:\n{run.stdout[-6000:]}"
+
+
+def test_notebook_without_model_and_network_shows_one_sentence(tmp_path, monkeypatch):
+    for name, value in {"MINILLM_CACHE": str(tmp_path), "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+    cell = nbformat.v4.new_code_cell('import minillm\nmodel, tokenizer = minillm.load("smollm2-135m")')
+    notebook = nbformat.v4.new_notebook(cells=[cell])
+    with pytest.raises(build.CellExecutionError):
+        build.execute(notebook, tmp_path)
+    (error,) = [output for output in notebook.cells[0].outputs if output.output_type == "error"]
+    assert len(error.traceback) == 1
+    assert error.traceback[0].startswith("MinillmError: ")
+    assert "\n" not in error.traceback[0]
+
+
+def test_cell_keeps_its_id_when_others_change(tmp_path):
+    def ids(text: str) -> list[str]:
+        (tmp_path / "chapter.md").write_text(text)
+        return [cell.id for cell in build.read_chapter(tmp_path / "chapter.md").cells]
+
+    first = ids("# A\n\n```python\n1\n```\n\n```python\n1\n```\n")
+    assert len(set(first)) == 3
+    assert ids("# B\n\nnew\n\n```python\n1\n```\n\n```python\n1\n```\n")[1:] == first[1:]
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+@every_chapter
+def test_chapter_has_the_sections_in_order(chapter):
+    headings = re.findall(r"^## (.+)$", prose(chapter), flags=re.MULTILINE)
+    assert headings == SECTIONS
+
+
+@every_chapter
+def test_ledger_is_complete(chapter):
+    ledger = prose(chapter).split("\n## Ledger\n")[1].split("\n## ")[0]
+    assert re.findall(r"^- \*\*(.+?)\.\*\*", ledger, flags=re.MULTILINE) == LEDGER
+
+
+@every_chapter
+def test_links_lead_somewhere(chapter):
+    """From chapters/ and from notebooks/ alike, so each begins with ../ or names a section of its own page."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(chapter)):
+        if not target.startswith("https://"):
+            assert target.startswith("../"), target
+            assert (ROOT / "chapters" / target.split("#")[0]).exists(), target
+
+
+@every_chapter
+def test_names_in_prose_exist(chapter):
+    text = prose(chapter)
+    for name in re.findall(r"`(minillm(?:\.\w+)+)(?:\([^`]*\))?`", text):
+        thing: Any = minillm
+        for i, part in enumerate(name.split(".")[1:], start=2):
+            if not hasattr(thing, part):
+                importlib.import_module(".".join(name.split(".")[:i]))
+            thing = inspect.getattr_static(thing, part) if inspect.isclass(thing) else getattr(thing, part)
+    for path in re.findall(r"`((?:minillm|chapters|notebooks|exercises|tests|benchmarks)/[\w./-]*)`", text):
+        assert (ROOT / path).exists(), path
+
+
+@every_chapter
+def test_commands_in_prose_are_understood(chapter):
+    for command in re.findall(r"(?:^|`)minillm (\w[^`\n]*)", prose(chapter), flags=re.MULTILINE):
+        cli._parser().parse_args(shlex.split(command))
+
+
+@every_chapter
+def test_bold_figures_are_what_a_cell_gives(chapter):
+    """A figure in bold is a result: it stands in the output of an exact cell, letter for letter."""
+    exact = [
+        c
+        for c in read_notebook(chapter).cells
+        if c.cell_type == "code" and build.TIMED not in c.metadata.get("tags", [])
+    ]
+    shown = "\n".join(text for cell in exact for text in texts(cell))
+    for figure in re.findall(r"\*\*(\d[^*\n]*)\*\*", prose(chapter)):
+        assert re.search(rf"(?<![\d.,]){re.escape(figure)}(?![\d]|[.,]\d)", shown), f"{figure} is in no output"
+
+
+# --- what the chapters show with --------------------------------------------------------------------------------------
+
+
+def test_show_gives_source_under_the_name_of_its_file():
+    assert repr(show(naive.causal_attention)).startswith("# minillm/stages/naive.py\ndef causal_attention(")
+    assert show(naive).code == (ROOT / "minillm/stages/naive.py").read_text().rstrip()
+    assert show(naive.generate).code.startswith("@torch.inference_mode()\ndef generate(")
+    assert show(minillm.config.ModelConfig.matmul_params).code.startswith("@property\ndef matmul_params(self)")
+
+
+def test_show_picks_methods_of_a_class():
+    source = show(kv_cache.KVCache, "attend")
+    assert source.code.startswith("class KVCache:\n    ...\n\n    def attend(self,")
+    assert "def positions" not in source.code
+    assert source._repr_markdown_() == f"```python\n{source!r}\n```"
+
+
+@pytest.mark.parametrize("thing", [3, len, json.dumps, "naive"])
+def test_show_refuses_what_is_not_in_the_package(thing):
+    with pytest.raises(UsageError, match="has no source in this package"):
+        show(thing)
+
+
+def test_show_refuses_an_unknown_method():
+    with pytest.raises(UsageError, match="has no source"):
+        show(kv_cache.KVCache, "evict")
+
+
+def test_table_reads_as_text_and_as_markdown():
+    shown = table(["model", "GB"], [["a|b", 1.5], ["long name", "10"]])
+    assert repr(shown) == "model       GB\n---------  ---\na|b        1.5\nlong name   10"
+    assert shown._repr_markdown_() == "| model | GB |\n| :-- | --: |\n| a\\|b | 1.5 |\n| long name | 10 |"
+
+
+def test_table_refuses_a_ragged_row():
+    with pytest.raises(UsageError, match="2 cells"):
+        table(["a", "b"], [["1"]])
+
+
+def test_building_an_unknown_chapter_says_so(capsys):
+    assert build.main(["99"]) == 2
+    assert capsys.readouterr().err == "No chapter starts with 99.\n"
