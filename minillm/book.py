@@ -31,8 +31,9 @@ def show(thing: Any, *methods: str) -> Source:
 
     Of a class, `methods` picks some: its first line and only these. Raises `UsageError` for what has no source here.
     """
+    target: Any = thing.fget if isinstance(thing, property) else thing
     try:
-        target: Any = inspect.unwrap(thing.fget if isinstance(thing, property) else thing)
+        target = inspect.unwrap(target)
         code = textwrap.dedent(inspect.getsource(target)).rstrip()
         path = Path(inspect.getsourcefile(target) or "").relative_to(Path(__file__).parent.parent)
         parts = [textwrap.indent(show(inspect.getattr_static(thing, name)).code, "    ") for name in methods]

@@ -459,6 +459,38 @@ def test_damaged_tokenizer_json(content: str, folder: Path) -> None:
     assert "tokenizer.json" in refusal(lambda: tokenizer_from_folder(folder))
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": {"continuing_subword_prefix": "##"}},  # ends the process in the library
+        {"model": {"merges": [["a", "zz"]]}},
+        {"model": {"vocab": {}}},
+        {"post_processor": {"type": "TemplateProcessing", "single": [], "pair": [], "special_tokens": 3}},
+        {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}},
+    ],
+    ids=str,
+)
+def test_tokenizer_json_that_contradicts_itself(changes: dict[str, Any], folder: Path) -> None:
+    content = json.loads(minillm.load("tiny", "cpu")[1].backend.to_str())
+    for key, value in changes.items():
+        content[key] = content[key] | value if key == "model" else value
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with contextlib.suppress(MinillmError):  # an empty vocabulary may load: it encodes nothing
+        tokenizer_from_folder(folder)
+
+
+def test_panic_in_the_library_is_one_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class PanicException(BaseException):
+        pass
+
+    def panics(path: str) -> None:
+        raise PanicException("no entry found\nfor key")
+
+    monkeypatch.setattr("tokenizers.Tokenizer.from_file", panics)
+    (folder / "tokenizer.json").write_text("{}")
+    assert "no entry found for key" in refusal(lambda: tokenizer_from_folder(folder))
+
+
 def test_folder_without_tokenizer(folder: Path) -> None:
     assert "no tokenizer.json" in refusal(lambda: minillm.load(str(folder), "cpu"))
 

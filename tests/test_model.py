@@ -59,7 +59,9 @@ def test_norm_epsilon_is_the_one_of_the_configuration() -> None:
 
 def exact_frequencies(config: ModelConfig) -> Tensor:
     f = [config.rope_theta ** (-2 * i / config.head_dim) for i in range(config.head_dim // 2)]
-    return torch.tensor(f, dtype=torch.float64) / torch.tensor(config.rope_factors or [1.0] * len(f), dtype=torch.float64)
+    return torch.tensor(f, dtype=torch.float64) / torch.tensor(
+        config.rope_factors or [1.0] * len(f), dtype=torch.float64
+    )
 
 
 def turned_half_split(x: Tensor, positions: Tensor, config: ModelConfig) -> Tensor:
@@ -219,7 +221,9 @@ def explicit_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> T
 def test_causal_attention_equals_explicit_softmax(T: int, window: int | None) -> None:
     S = 7
     q, k, v = (2 * normal(2, 3, n, 8, seed=n + i, dtype=torch.float64) for i, n in enumerate((T, S, S)))
-    torch.testing.assert_close(causal_attention(q, k, v, window), explicit_attention(q, k, v, window), rtol=0, atol=1e-13)
+    torch.testing.assert_close(
+        causal_attention(q, k, v, window), explicit_attention(q, k, v, window), rtol=0, atol=1e-13
+    )
 
 
 @pytest.mark.parametrize("T", [1, 4, 7])

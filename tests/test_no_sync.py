@@ -31,7 +31,16 @@ READING_OPERATORS = {
 READING_METHODS = {
     "item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__array__", "__contains__",
 }  # fmt: skip
-MAKING_FUNCTIONS = {"tensor", "as_tensor", "asarray", "scalar_tensor", "from_numpy", "frombuffer", "new_tensor", "sparse_coo_tensor"}
+MAKING_FUNCTIONS = {
+    "tensor",
+    "as_tensor",
+    "asarray",
+    "scalar_tensor",
+    "from_numpy",
+    "frombuffer",
+    "new_tensor",
+    "sparse_coo_tensor",
+}
 
 
 class Operators(TorchDispatchMode):
@@ -103,8 +112,12 @@ PROMPT = list(range(9))
 
 
 @every_stage
-@pytest.mark.parametrize("sampler", [None, Sampler(0.8, top_k=7, top_p=0.9, min_p=0.02, seed=1)], ids=["greedy", "sampled"])
-def test_a_generation_uploads_its_prompt_and_exchanges_nothing_else(stage: Any, sampler: Any, model: Transformer) -> None:
+@pytest.mark.parametrize(
+    "sampler", [None, Sampler(0.8, top_k=7, top_p=0.9, min_p=0.02, seed=1)], ids=["greedy", "sampled"]
+)
+def test_a_generation_uploads_its_prompt_and_exchanges_nothing_else(
+    stage: Any, sampler: Any, model: Transformer
+) -> None:
     options = {} if sampler is None else {"sampler": sampler}
     findings = watch(lambda: stage.generate(model, PROMPT, 5, **options))
     assert findings.faults == []
@@ -229,7 +242,9 @@ def clean(findings: Findings) -> bool:
 
 @every_stage
 @pytest.mark.parametrize("slip", SLIPS, ids=lambda slip: slip.__name__)
-def test_the_proof_sees_a_slip_in_a_later_pass(slip: Callable[[Tensor], None], stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_proof_sees_a_slip_in_a_later_pass(
+    slip: Callable[[Tensor], None], stage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, forward = lively_model(SHAPES["llama"]).to("meta"), Attention.forward
     calls = itertools.count()
 

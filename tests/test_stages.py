@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from minillm.stages.kv_cache import KVCache
 
 DTYPES = [torch.float32, torch.float64]
 Stage = Callable[..., Generation]
+Models = dict[tuple[str, torch.dtype], Transformer]
 
 every_shape = pytest.mark.parametrize("shape", SHAPES)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "fp64"])
@@ -36,12 +38,12 @@ every_stage = pytest.mark.parametrize("generate", STAGES.values(), ids=STAGES)
 
 
 @pytest.fixture(scope="module")
-def models() -> dict[tuple[str, torch.dtype], Transformer]:
+def models() -> Models:
     return {(shape, dtype): lively_model(SHAPES[shape], dtype=dtype) for shape in SHAPES for dtype in DTYPES}
 
 
 @pytest.fixture(scope="module")
-def model(models: dict[tuple[str, torch.dtype], Transformer]) -> Transformer:
+def model(models: Models) -> Transformer:
     return models["llama", torch.float64]
 
 
@@ -50,7 +52,7 @@ def model(models: dict[tuple[str, torch.dtype], Transformer]) -> Transformer:
 
 @every_shape
 @every_dtype
-def test_cached_greedy_tokens_equal_naive_ones(shape: str, dtype: torch.dtype, models) -> None:  # type: ignore[no-untyped-def]
+def test_cached_greedy_tokens_equal_naive_ones(shape: str, dtype: torch.dtype, models: Models) -> None:
     model = models[shape, dtype]
 
     @settings(max_examples=8, deadline=None, derandomize=True)
@@ -64,7 +66,7 @@ def test_cached_greedy_tokens_equal_naive_ones(shape: str, dtype: torch.dtype, m
 
 
 @every_shape
-def test_naive_tokens_are_the_argmax_after_each_prefix(shape: str, models) -> None:  # type: ignore[no-untyped-def]
+def test_naive_tokens_are_the_argmax_after_each_prefix(shape: str, models: Models) -> None:
     model, tokens = models[shape, torch.float64], random_prompt(7, 97)
     for token in naive.generate(model, tokens, 12).tokens:
         assert token == logits_whole(model, torch.tensor([tokens]))[0, -1].argmax().item()
@@ -72,23 +74,26 @@ def test_naive_tokens_are_the_argmax_after_each_prefix(shape: str, models) -> No
 
 
 @every_shape
-def test_generated_tokens_vary(shape: str, models) -> None:  # type: ignore[no-untyped-def]
+def test_generated_tokens_vary(shape: str, models: Models) -> None:
     # Equal tokens would prove little of a model that says one word for ever, as small random ones like to do.
-    texts = [tuple(kv_cache.generate(models[shape, torch.float32], random_prompt(9, 97, seed), 24).tokens) for seed in range(4)]
+    texts = [
+        tuple(kv_cache.generate(models[shape, torch.float32], random_prompt(9, 97, seed), 24).tokens)
+        for seed in range(4)
+    ]
     assert len(set(texts)) == 4
     assert min(len(set(text)) for text in texts) >= 6
 
 
 @every_shape
 @every_dtype
-def test_cached_logits_equal_uncached_ones_at_every_position(shape: str, dtype: torch.dtype, models) -> None:  # type: ignore[no-untyped-def]
+def test_cached_logits_equal_uncached_ones_at_every_position(shape: str, dtype: torch.dtype, models: Models) -> None:
     model, tokens = models[shape, dtype], torch.tensor([random_prompt(80, 97)])
     assert_same_logits(logits_through(model, tokens, KVCache(model, 80), size=1), logits_whole(model, tokens))
 
 
 @every_shape
 @every_dtype
-def test_prompt_in_chunks_of_every_size_equals_whole_prefill(shape: str, dtype: torch.dtype, models) -> None:  # type: ignore[no-untyped-def]
+def test_prompt_in_chunks_of_every_size_equals_whole_prefill(shape: str, dtype: torch.dtype, models: Models) -> None:
     model, n = models[shape, dtype], 19
     tokens = torch.tensor([random_prompt(n, 97, seed=3)])
     expected = logits_whole(model, tokens)
@@ -110,6 +115,28 @@ def test_rows_of_a_batched_cache_equal_rows_alone(model: Transformer) -> None:
     together = logits_through(model, torch.tensor(rows), KVCache(model, 13, batch=3), size=5)
     for row, logits in zip(rows, together, strict=True):
         assert_same_logits(logits, logits_whole(model, torch.tensor([row]))[0])
+
+
+class Rows:
+    """A recorder that keeps the tokens of every row of a batch."""
+
+    def __init__(self) -> None:
+        self.columns: list[list[int]] = []
+
+    def add(self, token: Tensor) -> bool:
+        self.columns.append(token.tolist())
+        return False
+
+
+@pytest.mark.parametrize("stage", [naive, kv_cache], ids=["naive", "kv_cache"])
+@every_shape
+def test_prompts_run_in_lockstep_give_what_each_gives_alone(stage: Any, shape: str, models: Models) -> None:
+    model, rows = models[shape, torch.float64], Rows()
+    prompts = [random_prompt(8, 97, seed) for seed in range(3)]
+    with torch.inference_mode():
+        stage.run(model, torch.tensor(prompts), 12, greedy, rows)
+    expected = [naive.generate(model, prompt, 12).tokens for prompt in prompts]
+    assert [list(row) for row in zip(*rows.columns, strict=True)] == expected
 
 
 @every_stage
@@ -143,11 +170,13 @@ def test_position_of_a_new_token_is_the_number_of_tokens_before_it(sizes: list[i
     cache = Watched(model, sum(sizes))
     for chunk in torch.tensor([random_prompt(sum(sizes), 97)]).split(sizes, dim=1):
         model(chunk, cache)
-    assert sum(cache.seen, []) == list(range(sum(sizes)))
+    assert [position for seen in cache.seen for position in seen] == list(range(sum(sizes)))
     assert [len(positions) for positions in cache.seen] == sizes
 
 
-def test_generation_decodes_at_the_positions_after_the_prompt(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generation_decodes_at_the_positions_after_the_prompt(
+    model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[Watched] = []
 
     def make(*args: object, **kwargs: object) -> Watched:
@@ -156,7 +185,9 @@ def test_generation_decodes_at_the_positions_after_the_prompt(model: Transformer
 
     monkeypatch.setattr(kv_cache, "KVCache", make)
     kv_cache.generate(model, random_prompt(4, 97), 5)
-    assert [cache.seen for cache in made] == [[[0, 1, 2, 3], [4], [5], [6], [7]]]  # one prefill; the last token is not fed
+    assert [cache.seen for cache in made] == [
+        [[0, 1, 2, 3], [4], [5], [6], [7]]
+    ]  # one prefill; the last token is not fed
 
 
 def test_a_decode_position_off_by_one_changes_the_logits(model: Transformer) -> None:
@@ -208,7 +239,7 @@ def test_prompt_and_answer_may_fill_the_model_positions_exactly(generate: Stage,
 
 @every_shape
 @pytest.mark.parametrize("spare", [1, 3, 64])
-def test_results_do_not_depend_on_spare_capacity(shape: str, spare: int, models) -> None:  # type: ignore[no-untyped-def]
+def test_results_do_not_depend_on_spare_capacity(shape: str, spare: int, models: Models) -> None:
     model, tokens = models[shape, torch.float32], torch.tensor([random_prompt(21, 97)])
     exact_fit = logits_through(model, tokens, KVCache(model, 21), size=8)
     assert torch.equal(logits_through(model, tokens, KVCache(model, 21 + spare), size=8), exact_fit)
@@ -216,7 +247,7 @@ def test_results_do_not_depend_on_spare_capacity(shape: str, spare: int, models)
 
 @every_shape
 @pytest.mark.parametrize("size", [1, 5, 14])
-def test_unused_cache_memory_never_leaks(shape: str, size: int, models) -> None:  # type: ignore[no-untyped-def]
+def test_unused_cache_memory_never_leaks(shape: str, size: int, models: Models) -> None:
     model, tokens = models[shape, torch.float32], torch.tensor([random_prompt(14, 97)])
     cache = KVCache(model, 40)
     cache.keys.fill_(math.nan)
@@ -297,7 +328,9 @@ def test_on_token_gets_every_token_in_order_as_it_comes(generate: Stage, model: 
         log.append(("sampled", int(greedy(logits))))
         return greedy(logits)
 
-    generation = generate(model, random_prompt(5, 97), 8, sampler=sampler, on_token=lambda token: log.append(("seen", token)))
+    generation = generate(
+        model, random_prompt(5, 97), 8, sampler=sampler, on_token=lambda token: log.append(("seen", token))
+    )
     assert log == [event for token in generation.tokens for event in (("sampled", token), ("seen", token))]
     assert all(type(token) is int for token in generation.tokens)
 
@@ -344,7 +377,9 @@ BAD_REQUESTS = {
 
 @every_stage
 @pytest.mark.parametrize("prompt, n, message", BAD_REQUESTS.values(), ids=BAD_REQUESTS)
-def test_a_bad_request_is_refused_in_one_sentence(generate: Stage, prompt, n, message: str, model: Transformer) -> None:  # type: ignore[no-untyped-def]
+def test_a_bad_request_is_refused_in_one_sentence(
+    generate: Stage, prompt: Any, n: Any, message: str, model: Transformer
+) -> None:
     seen: list[int] = []
     with pytest.raises(UsageError) as error:
         generate(model, prompt, n, on_token=seen.append)
