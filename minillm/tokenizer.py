@@ -270,9 +270,16 @@ def tokenizer_from_folder(folder: Path, vocab_size: int | None = None) -> Tokeni
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise MinillmError(f"{folder} has no tokenizer.json, which holds the vocabulary: fetch it too.")
+    model = read_json(path).get("model")
+    if isinstance(model, dict) and model.get("continuing_subword_prefix") and model.get("type") != "WordPiece":
+        # No language model has one, and with merges that do not match it the library ends the whole process.
+        raise MinillmError(f"{path} marks the inside of words with a prefix, which is not supported.")
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
+        backend.decode(backend.encode("a b").ids)  # some damage only shows in use
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises bare Exception, and its panics are not even that
         reason = " ".join(str(error).split())[:200]
         raise MinillmError(f"{path} cannot be read ({reason}): it is damaged, so fetch it again.") from None
     # A tokenizer.json may ask for padding or truncation, for training in batches.
