@@ -191,7 +191,7 @@ def load_safetensors(
                 if view.get_dtype() not in _SAFETENSORS_TYPES:
                     supported = ", ".join(_SAFETENSORS_TYPES)
                     raise MinillmError(f"{path} stores {key[:80]} as {view.get_dtype()}; supported are {supported}.")
-                stored[key] = StoredTensor(tuple(view.get_shape()), _safetensors_reader(file, key))
+                stored[key] = StoredTensor(tuple(view.get_shape()), _safetensors_reader(path, key))
         except (SafetensorError, OSError) as error:
             raise MinillmError(
                 f"{path} cannot be read ({error}): it is damaged or missing, so fetch it again."
@@ -199,8 +199,13 @@ def load_safetensors(
     return fill_model(config, stored, device, pick_dtype(dtype, device))
 
 
-def _safetensors_reader(file: Any, key: str) -> Callable[[Tensor], object]:
-    return lambda out: out.copy_(file.get_tensor(key))
+def _safetensors_reader(path: Path, key: str) -> Callable[[Tensor], object]:
+    def read_into(out: Tensor) -> None:
+        # Opened anew for each tensor: the file is mapped into memory, and what was read stays there until it is closed.
+        with safe_open(path, framework="pt") as file:
+            out.copy_(file.get_tensor(key))
+
+    return read_into
 
 
 def read_config(folder: str | Path, name: str | None = None) -> ModelConfig:

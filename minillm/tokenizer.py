@@ -1,10 +1,9 @@
 """Text to token ids and back: `Tokenizer`, made from a GGUF file, from a tokenizer.json, or of plain bytes.
 
 The splitting is done by the `tokenizers` library. This module sets it up as the checkpoint says, and adds what a language
-model needs around it: the chat template, the tokens that end an answer, and decoding one token at a time.
+model needs around it: the chat template, the tokens that end an answer, and (in text_stream.py) decoding one token at a time.
 """
 
-import codecs
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -16,6 +15,7 @@ from minillm import chat_template
 from minillm.checkpoint_config import read_json
 from minillm.errors import MinillmError, UsageError
 from minillm.gguf_file import GGUFFile
+from minillm.text_stream import BYTE_OF_LETTER, ByteStream, TextStream, WindowStream
 
 CONTROL_TOKEN, USER_DEFINED_TOKEN = 3, 4  # tokenizer.ggml.token_type
 
@@ -85,7 +85,7 @@ class Tokenizer:
         text = chat_template.render(self.template, messages, self._template_variables)
         return self._encode(text, add_special_tokens=False)  # the template itself writes the BOS token
 
-    def stream(self) -> "TextStream":
+    def stream(self) -> TextStream:
         """A new decoder that takes one id at a time."""
         byte_level = isinstance(self.backend.decoder, decoders.ByteLevel)
         return ByteStream(self) if byte_level else WindowStream(self)
@@ -94,84 +94,6 @@ class Tokenizer:
         """How the vocabulary writes a token; empty for one that decoding leaves out. Raises `UsageError` for a bad id."""
         self._check(token)
         return "" if token in self._silent else self.backend.id_to_token(token) or ""
-
-
-class TextStream:
-    """Decodes ids one by one. The pieces, joined with the last one of `flush`, are `decode` of all ids."""
-
-    def push(self, token: int) -> str:
-        """The text that is certain now, perhaps none: never part of a character. Raises `UsageError` for a bad id."""
-        raise NotImplementedError
-
-    def flush(self) -> str:
-        """The text that was held back. The stream then begins anew."""
-        raise NotImplementedError
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's letters for the 256 bytes: a printable byte is its own letter, the others take those from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    letters = {chr(byte): byte for byte in printable}
-    return letters | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
-BYTE_OF_LETTER = _byte_alphabet()
-
-
-class ByteStream(TextStream):
-    """For a byte-level vocabulary, where a token is a string of bytes: UTF-8 tells when a character is whole."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def push(self, token: int) -> str:
-        text = self._tokenizer.token_text(token)
-        try:
-            return self._utf8.decode(bytes(BYTE_OF_LETTER[letter] for letter in text))
-        except KeyError:  # a token that was added as plain text
-            return self._utf8.decode(text.encode())
-
-    def flush(self) -> str:
-        text = self._utf8.decode(b"", final=True)
-        self._utf8.reset()
-        return text
-
-
-class WindowStream(TextStream):
-    """For any other vocabulary: decode the last few tokens, and give out what follows the text that was given out before.
-
-    The window begins at a token whose text is settled, so that what decoders do at the start of a text (most drop a space
-    there) is behind it. Tokens such as <0xE2> stand for one byte, and a run of them is settled when it has ended.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._window: list[int] = []
-        self._shown = ""  # the text of the window that was given out
-
-    def push(self, token: int) -> str:
-        text = self._tokenizer.token_text(token)
-        if not text:
-            return ""
-        self._window.append(token)
-        size = len(self._window)
-        # A character has at most 4 bytes, so a longer window holds none that can be whole soon: look at it only when
-        # its size has doubled, or the work for a run of n such tokens would grow as n^2.
-        if text.startswith("<0x") or (size > 8 and size & (size - 1)):
-            return ""
-        text = self._tokenizer.decode(self._window)
-        if text.endswith("\N{REPLACEMENT CHARACTER}"):
-            return ""
-        piece = text[len(self._shown) :]
-        self._window, self._shown = [token], self._tokenizer.decode([token])
-        return piece
-
-    def flush(self) -> str:
-        piece = self._tokenizer.decode(self._window)[len(self._shown) :]
-        self._window, self._shown = [], ""
-        return piece
 
 
 # --- Making tokenizers

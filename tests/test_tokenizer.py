@@ -15,15 +15,8 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from minillm.download import default_model_path
 from minillm.errors import MinillmError, UsageError
 from minillm.gguf_file import GGUFFile
-from minillm.tokenizer import (
-    BYTE_OF_LETTER,
-    ByteStream,
-    Tokenizer,
-    WindowStream,
-    byte_tokenizer,
-    tokenizer_from_folder,
-    tokenizer_from_gguf,
-)
+from minillm.text_stream import BYTE_OF_LETTER, ByteStream, WindowStream
+from minillm.tokenizer import Tokenizer, byte_tokenizer, tokenizer_from_folder, tokenizer_from_gguf
 
 TEXTS = [
     "Hello, world!",
