@@ -1,9 +1,12 @@
 """The `minillm` command. Exit status: 0 done, 1 the work failed, 2 the command was wrong. An error is one sentence."""
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from minillm.errors import MinillmError, UsageError
@@ -14,18 +17,26 @@ if TYPE_CHECKING:
     from minillm.roofline.ceilings import Ceilings
 
 DEFAULT_MODEL = "smollm2-135m"
+PLOT_TYPES = (".png", ".svg", ".pdf")
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"minillm: {message[:1].upper()}{message[1:]}. See {self.prog} --help.\n")
+        self.exit(2, f"minillm: {message[:1].upper()}{message[1:]}: see {self.prog} --help.\n")
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        sys.stdout.flush()  # the help text: an error must come now, not when Python has left `main`
+        super().exit(status, message)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit status."""
-    args = _parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without a character shows another one
     try:
+        args = _parser().parse_args(argv)
         args.run(args)
+        sys.stdout.flush()
     except UsageError as error:
         return _fail(2, str(error))
     except MinillmError as error:
@@ -33,16 +44,25 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail(130, "Interrupted.")
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left: nobody to tell
+        _discard_output()  # the reader left: nobody to tell
         return 1
+    except OSError as error:
+        _discard_output()
+        return _fail(1, f"{error.filename or 'The output'} cannot be read or written: {error.strerror or error}.")
     except Exception as error:
         if os.environ.get("MINILLM_DEBUG"):
             raise
-        summary = (str(error).splitlines() or [""])[0]
+        summary = (str(error).splitlines() or ["it says no more"])[0].rstrip(".")
         return _fail(
-            1, f"Unexpected {type(error).__name__}: {summary} Set MINILLM_DEBUG=1 to see where, and please report it."
+            1, f"Unexpected {type(error).__name__}: {summary}; set MINILLM_DEBUG=1 to see where, and please report it."
         )
     return 0
+
+
+def _discard_output() -> None:
+    """Send what is still buffered to nowhere, so that Python does not fail at it again on leaving."""
+    with suppress(OSError):  # io.UnsupportedOperation, where the output is no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(status: int, message: str) -> int:
@@ -63,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     tour.add_argument("--max-new-tokens", type=int, default=48, metavar="N", help="tokens to generate (default: 48)")
     tour.add_argument("--price-per-hour", type=_price, default=1.0, metavar="USD", help="of the machine (default: 1)")
     tour.add_argument("--json", metavar="FILE", help="write everything measured as JSON")
-    tour.add_argument("--plot", metavar="FILE", help="write the roofline diagram (.png, .svg or .pdf)")
+    tour.add_argument("--plot", type=_plot_file, metavar="FILE", help="write the roofline diagram (.png, .svg or .pdf)")
 
     generate = _command(commands, "generate", _generate, "stream an answer, then the five numbers")
     generate.add_argument("prompt")
@@ -114,7 +134,9 @@ def _command(
 
 
 def _device_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--device", metavar="D", help="cpu, cuda or mps (default: cuda where there is one)")
+    command.add_argument(
+        "--device", type=_device, metavar="D", help="cpu, cuda or mps (default: cuda where there is one)"
+    )
     command.add_argument("--dtype", metavar="T", help="fp32, bf16 or fp16 (default: fp32 on CPU, 16 bits on a GPU)")
 
 
@@ -126,15 +148,34 @@ def _model_options(command: argparse.ArgumentParser) -> None:
     _device_options(command)
 
 
+def _device(text: str) -> str:
+    if text.split(":")[0] == "meta":
+        raise argparse.ArgumentTypeError("the meta device has shapes but no numbers, so choose cpu, cuda or mps")
+    return text
+
+
+def _plot_file(text: str) -> str:
+    if Path(text).suffix.lower() not in PLOT_TYPES:
+        raise argparse.ArgumentTypeError(f"{text!r} must end in {', '.join(PLOT_TYPES)}")
+    return text
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")  # compares as neither small nor large
+
+
 def _microseconds(text: str) -> float:
-    value = float(text)
+    value = _number(text)
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError("the overhead must be 0 or a positive number of microseconds")
     return value
 
 
 def _price(text: str) -> float:
-    value = float(text)
+    value = _number(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError("the price must be a positive number of dollars")
     return value
@@ -145,7 +186,8 @@ def _price(text: str) -> float:
 
 def _tour(args: argparse.Namespace) -> None:
     from minillm import load
-    from minillm.report import check_writable, make_console, write_json
+    from minillm.files import check_writable, write_json
+    from minillm.report import make_console
     from minillm.roofline.hardware import datasheet_ceilings
     from minillm.roofline.plot import save_roofline
     from minillm.stages import STAGES, known_stage
@@ -155,10 +197,13 @@ def _tour(args: argparse.Namespace) -> None:
     stages = list(STAGES) if args.stages is None else [name.strip() for name in args.stages.split(",")]
     for name in stages:
         known_stage(name)
+    prompt = PROMPT if args.prompt is None else args.prompt
+    if not prompt.strip():
+        raise UsageError("The prompt is empty: give the model something to answer.")
     console = make_console()
     model, tokenizer = load(args.model, args.device, args.dtype)
     tour = run_tour(
-        model, tokenizer, console, stages=stages, prompt=PROMPT if args.prompt is None else args.prompt,
+        model, tokenizer, console, stages=stages, prompt=prompt,
         max_new_tokens=args.max_new_tokens, price_per_hour=args.price_per_hour,
     )  # fmt: skip
     if args.json:
@@ -167,7 +212,7 @@ def _tour(args: argparse.Namespace) -> None:
         title = f"{tour.model}, {tour.ceilings.dtype}, {tour.prompt_tokens} prompt tokens"
         save_roofline(args.plot, tour.positions(), tour.ceilings, datasheet_ceilings(tour.ceilings), title)
     for path in filter(None, (args.json, args.plot)):
-        console.print(f"Written: {path}")
+        console.print(f"Written: {path}", markup=False)
 
 
 def _generate(args: argparse.Namespace) -> None:
@@ -195,7 +240,8 @@ def _generate(args: argparse.Namespace) -> None:
 
 def _roofline(args: argparse.Namespace) -> None:
     from minillm.device import pick_device, pick_dtype
-    from minillm.report import ceilings_table, check_writable, make_console, write_json
+    from minillm.files import check_writable, write_json
+    from minillm.report import ceilings_table, make_console
     from minillm.roofline.hardware import datasheet_ceilings
 
     check_writable(args.json)
@@ -223,7 +269,8 @@ def _measure(device: "torch.device", dtype: "torch.dtype") -> "Ceilings":
 def _predict(args: argparse.Namespace) -> None:
     from minillm.config import known_model
     from minillm.device import DTYPES, pick_device, pick_dtype
-    from minillm.report import check_writable, make_console, predictions_table, write_json
+    from minillm.files import check_writable, write_json
+    from minillm.report import make_console, predictions_table
     from minillm.roofline.hardware import known_hardware
     from minillm.roofline.plot import si
     from minillm.roofline.position import predict_stage

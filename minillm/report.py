@@ -1,15 +1,13 @@
 """What the commands print: tables of ceilings, predictions, the five numbers and positions on the roofline."""
 
-import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from minillm.errors import MinillmError
+from minillm.files import check_writable as check_writable
+from minillm.files import write_json as write_json
 from minillm.metrics import FiveNumbers
 from minillm.roofline.ceilings import Ceilings
 from minillm.roofline.plot import si
@@ -104,29 +102,3 @@ def one_line(m: FiveNumbers, tokens: int, price_per_hour: float) -> str:
     itl = f"ITL p50 {duration(m['itl_p50_s'])}, P99 {duration(m['itl_p99_s'])}"
     price = f"${figure(m['usd_per_million_tokens'])} per million tokens at ${price_per_hour:g} an hour"
     return f"{tokens} tokens, TTFT {duration(m['ttft_s'])}, {itl}, {figure(m['tokens_per_s'])} tokens/s, {price}"
-
-
-# --- files ------------------------------------------------------------------------------------------------------------
-
-
-def check_writable(*paths: str | None) -> None:
-    """Raise `MinillmError` if a result could not be written, before the work that gives it."""
-    for path in filter(None, paths):
-        folder = Path(path).parent
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise MinillmError(f"{path} cannot be written: {error.strerror}.") from None
-        if Path(path).is_dir() or not os.access(folder, os.W_OK):
-            raise MinillmError(f"{path} cannot be written: name a file in a folder that you may write to.")
-
-
-def write_json(path: str, data: object) -> None:
-    """Write a file whole or not at all. Raises `MinillmError` when the disk refuses."""
-    temporary = Path(f"{path}.part")
-    try:
-        temporary.write_text(json.dumps(data, indent=2) + "\n")
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise MinillmError(f"{path} could not be written: {error.strerror}.") from None

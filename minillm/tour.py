@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rich.console import Console
+from rich.markup import escape
 
 from minillm.errors import UsageError
 from minillm.generation import Generation, check_prompt
@@ -102,7 +103,7 @@ def run_tour(
     tokens = tokenizer.chat(prompt)
     check_prompt(model.config, tokens, max_new_tokens)
 
-    console.rule(f"{model.config.name}, {len(tokens)} prompt tokens, {max_new_tokens} new ones")
+    console.rule(f"{escape(model.config.name)}, {len(tokens)} prompt tokens, {max_new_tokens} new ones")
     meter = CeilingMeter(model.device, model.dtype, _weight_bytes(model))
     for _ in range(ROUNDS):
         meter.sample()
@@ -114,7 +115,9 @@ def run_tour(
     predictions = {result.stage: result.predictions(meter.ceilings()) for result in results}
     console.print(predictions_table("Predicted, before anything has run", predictions))
 
-    console.print(f"[bold]The runs[/bold] [dim](greedy: every stage must say the same)[/dim]\n[dim]{prompt}[/dim]")
+    console.print(
+        f"[bold]The runs[/bold] [dim](greedy: every stage must say the same)[/dim]\n[dim]{escape(prompt)}[/dim]"
+    )
     for result in results:
         result.text = _stream(console, model, tokenizer, result.stage, tokens, max_new_tokens)
     for _ in range(ROUNDS):

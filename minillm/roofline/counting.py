@@ -8,8 +8,8 @@ nothing is computed or allocated, so a 70B model is counted on a laptop. For eac
     bytes   each input element touched, read once, and each output element, written once. Views are free; of a slice or a
             gather, what is taken counts. Eager PyTorch moves these bytes: an intermediate result is written and read again.
     ideal   the part of the bytes that no kernel can avoid: weights and cached keys and values, read once by an operator. It is
-            told by origin: what existed before, or was allocated empty and filled in place, is weight or cache; what an
-            operator returned is an intermediate result.
+            told by origin: what existed before, or was allocated empty and filled in place, is weight or cache (a sampler's
+            noise passes for one); what an operator returned is an intermediate result.
 
 Counts are exact integers. An operator with its own cost registers a formula with `@formula(op)`.
 """
@@ -18,6 +18,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -127,9 +128,20 @@ def touched(x: Tensor) -> int:
     return x.element_size() * math.prod(size for size, stride in zip(x.shape, x.stride(), strict=True) if stride != 0)
 
 
+def written(x: Tensor, like: Tensor) -> int:
+    """Bytes of as many elements of `x` as `like` has, broadcast ones included: each is written."""
+    return x.element_size() * like.numel()
+
+
 def whole(*tensors: Tensor | None) -> list[Read]:
-    """Each tensor, read once from end to end; None is skipped."""
-    return [(x, touched(x)) for x in tensors if x is not None]
+    """Each tensor, read once from end to end; None is skipped, and the same elements seen twice (x + x, x @ x.T) are one."""
+    return [(x, touched(x)) for x in {_elements(x): x for x in tensors if x is not None}.values()]
+
+
+def _elements(x: Tensor) -> tuple[object, ...]:
+    """What tells two tensors with the same elements: where they start and how they are strided, in any order."""
+    strides = sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if stride and size > 1)
+    return _storage(x), x.dtype, x.storage_offset(), x.numel() == 0, *strides
 
 
 @formula(aten.linear.default)
@@ -137,12 +149,17 @@ def _linear(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) 
     return Formula(2 * out.numel() * weight.shape[1], whole(x, weight, bias), touched(out))
 
 
-@formula(aten.mm.default, aten.bmm.default)
+@formula(
+    aten.mm.default, aten.mm.out, aten.bmm.default, aten.bmm.out, aten.mv.default, aten.mv.out, aten.dot.default
+)  # fmt: skip
 def _matrix_product(out: Tensor, a: Tensor, b: Tensor, **_: Any) -> Formula:
     return Formula(2 * out.numel() * a.shape[-1], whole(a, b), touched(out))
 
 
-@formula(aten.addmm.default, aten.baddbmm.default)
+@formula(
+    aten.addmm.default, aten.addmm.out, aten.addmm_.default, aten.addmv.default, aten.addmv_.default,
+    aten.baddbmm.default, aten.baddbmm.out, aten.baddbmm_.default,
+)  # fmt: skip
 def _matrix_product_plus(out: Tensor, c: Tensor, a: Tensor, b: Tensor, **_: Any) -> Formula:
     return Formula(2 * out.numel() * a.shape[-1], whole(c, a, b), touched(out))
 
@@ -177,14 +194,32 @@ def _index(out: Tensor, source: Tensor, indices: list[Tensor | None]) -> Formula
     return Formula(0, [(source, touched(out)), *whole(*indices)], touched(out))
 
 
-@formula(aten.index_copy_.default, aten.scatter_.src, aten.scatter.src)
+@formula(aten.index_copy_.default)
+def _index_copy(out: Tensor, target: Tensor, dim: int, index: Tensor, source: Tensor) -> Formula:
+    return Formula(0, whole(index, source), written(target, source))
+
+
+@formula(aten.scatter_.src)
 def _scatter(out: Tensor, target: Tensor, dim: int, index: Tensor, source: Tensor) -> Formula:
-    return Formula(0, whole(index, source), touched(source))
+    source = source[tuple(slice(size) for size in index.shape)]  # the part that has an index
+    return Formula(0, whole(index, source), written(target, index))
 
 
 @formula(aten.index_put_.default)
-def _index_put(out: Tensor, target: Tensor, indices: list[Tensor | None], values: Tensor, *_: Any) -> Formula:
-    return Formula(0, whole(*indices, values), touched(values))
+def _index_put(
+    out: Tensor, target: Tensor, indices: list[Tensor | None], values: Tensor, accumulate: bool = False
+) -> Formula:
+    """Writes the chosen elements, however few values are broadcast to them; to accumulate, it reads them first.
+
+    How many a mask chooses is known from its data only: it counts as if it chose all.
+    """
+    given = [index for index in indices if index is not None]
+    if any(index.dtype is torch.bool for index in given):
+        size = touched(target)
+    else:
+        kept = (n for n, index in zip_longest(target.shape, indices) if index is None)
+        size = target.element_size() * torch.broadcast_tensors(*given)[0].numel() * math.prod(kept)
+    return Formula(0, whole(*indices, values) + ([(target, size)] if accumulate else []), size)
 
 
 @formula(aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default)
@@ -192,12 +227,15 @@ def _allocate(out: Tensor, *_: Any, **__: Any) -> Formula:
     return Formula(0, [], 0)
 
 
-_ALLOCATIONS = {op for op, fn in _FORMULAS.items() if fn is _allocate} | {aten.zeros.default, aten.zeros_like.default}
+_ZEROS = {aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default}  # allocated too, and written once
+_ALLOCATIONS = {op for op, fn in _FORMULAS.items() if fn is _allocate} | _ZEROS
 # In-place operators that write their first argument without reading it.
 _OVERWRITES = {
     aten.copy_.default,
     aten.fill_.Scalar,
+    aten.fill_.Tensor,
     aten.zero_.default,
+    aten.uniform_.default,
     aten.exponential_.default,
     aten.normal_.default,
 }
@@ -205,9 +243,8 @@ _OVERWRITES = {
 
 def _elementwise(func: Any, out: list[Tensor], args: list[Tensor]) -> Formula:
     """Everything without a formula: each distinct input read once, each output written once, no FLOPs."""
-    inputs = args[1:] if func in _OVERWRITES else args
-    distinct = {(_storage(x), x.storage_offset(), x.shape, x.stride()): x for x in inputs}
-    return Formula(0, whole(*distinct.values()), sum(touched(x) for x in out))
+    inputs = args[1:] if func in _OVERWRITES or func in _ZEROS else args
+    return Formula(0, whole(*inputs), sum(touched(x) for x in out))
 
 
 # --- the mode ---------------------------------------------------------------------------------------------------------
@@ -221,13 +258,20 @@ def _tensors(tree: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _meta_attention(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
-    """What a fused attention kernel returns on a real device: (B, Hq, T, D), laid out in memory as (B, T, Hq, D).
+def _is_view(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> bool:
+    """Whether an operator only looks at the memory of its inputs in another way."""
+    if func._schema.is_mutable:
+        return torch.Tag.inplace_view in func.tags  # such as t_ and detach_
+    return bool(outputs) and all(_storage(x) in map(_storage, inputs) for x in outputs)
 
-    PyTorch's own meta function has the layout of the unfused path, after which the model would have to copy.
+
+def _meta_attention(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    """What a fused attention kernel returns on a real device: (B, Hq, T, D), laid out in memory as the queries are.
+
+    PyTorch's own meta function has the layout of the unfused path, (B, Hq, T, D), after which the model always copies.
     """
-    B, Hq, T, _D = q.shape
-    return q.new_empty(B, T, Hq, v.shape[3]).transpose(1, 2)
+    B, Hq, T, D = q.shape
+    return torch.empty_like(q) if v.shape[3] == D else q.new_empty(B, Hq, T, v.shape[3])
 
 
 class CountingMode(TorchDispatchMode):
@@ -246,14 +290,17 @@ class CountingMode(TorchDispatchMode):
             if result is not NotImplemented:
                 return result
         result = self.call(func, args, kwargs)
-        inputs, outputs = _tensors((args, kwargs)), _tensors(result)
-        op = self._operator(func, result, inputs, outputs, args, kwargs)
+        targets = {argument.name for argument in func._schema.arguments if argument.is_out}
+        read_kwargs = {name: value for name, value in kwargs.items() if name not in targets}  # what is under out= is not
+        inputs, outputs = _tensors((args, read_kwargs)), _tensors(result)
+        op = self._operator(func, result, inputs, outputs, args, read_kwargs)
         if op is not None:
             self.record(op)
-        for x in outputs:
+        given = set() if func is aten.lift_fresh.default else set(map(_storage, _tensors((args, kwargs))))
+        for x in outputs:  # lift_fresh: the end of torch.tensor(...), a constant and no weight
             if func in _ALLOCATIONS:
                 self._intermediate.discard(_storage(x))
-            elif _storage(x) not in map(_storage, inputs):
+            elif _storage(x) not in given:
                 self._intermediate.add(_storage(x))
         return result
 
@@ -269,8 +316,7 @@ class CountingMode(TorchDispatchMode):
         self, func: Any, result: Any, inputs: list[Tensor], outputs: list[Tensor], args: Any, kwargs: Any
     ) -> Operator | None:
         """The cost of this call, or None for a view or an allocation."""
-        shared = bool(outputs) and all(_storage(x) in map(_storage, inputs) for x in outputs)
-        if shared and not func._schema.is_mutable:
+        if _is_view(func, inputs, outputs):
             return None
         if func in _FORMULAS:
             cost = _FORMULAS[func](result, *args, **kwargs)

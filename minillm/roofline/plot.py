@@ -5,6 +5,7 @@ machine is black and measured, the datasheet's grey and dashed. Prefill is a fil
 its own shape, and an arrow leads from each stage to the next, so the picture reads in black and white too.
 """
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -14,6 +15,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from minillm.files import write_file
 from minillm.roofline.ceilings import Ceilings
 from minillm.roofline.position import Position
 
@@ -58,12 +60,17 @@ def save_roofline(
     datasheet: Ceilings | None = None,
     title: str = "",
 ) -> Figure:
-    """Write the diagram to `path`, 1600 x 1100 pixels as PNG, and return the figure."""
+    """Write the diagram to `path` (.png, 1600 x 1100 pixels, .svg or .pdf) and return the figure.
+
+    Raises `MinillmError` when the disk refuses; no part of a file is left then.
+    """
     figure = Figure(figsize=(8, 5.5), layout="constrained")
     axes = figure.subplots()
     draw_roofline(axes, stages, measured, datasheet)
     axes.set_title(title, fontsize=10)
-    figure.savefig(path, dpi=200)
+    image = io.BytesIO()
+    figure.savefig(image, format=Path(path).suffix[1:].lower(), dpi=200)
+    write_file(path, image.getvalue())
     return figure
 
 

@@ -25,6 +25,7 @@ from minillm.sampling import greedy
 from minillm.stages import Stage
 
 PHASES = ("prefill", "decode")
+MAX_CONTEXT, MAX_BATCH = 1_000_000, 100_000  # of a prediction: beyond these, sizes of tensors pass 64 bits
 
 
 @dataclass(frozen=True)
@@ -136,12 +137,15 @@ def predict_stage(
 ) -> list[Position]:
     """Prefill of `context` tokens, and one decode step that attends over `context` tokens, for `batch` sequences.
 
-    Raises `UsageError` for a context below 2 (a token of prompt and the one that is decoded) or a batch below 1.
+    Raises `UsageError` for a context below 2 (a token of prompt and the one that is decoded), a batch below 1, or either
+    beyond what can be counted.
     """
-    if context < 2:
-        raise UsageError(f"The context is {context}; it must be at least 2: one token of prompt and the one decoded.")
-    if batch < 1:
-        raise UsageError(f"The batch is {batch}; it must be at least 1.")
+    if not 2 <= context <= MAX_CONTEXT:
+        raise UsageError(
+            f"The context is {context}; it must lie between 2, a token of prompt and the one decoded, and {MAX_CONTEXT:,}."
+        )
+    if not 1 <= batch <= MAX_BATCH:
+        raise UsageError(f"The batch is {batch}; it must lie between 1 and {MAX_BATCH:,}.")
     model = meta_twin(config, DTYPES[ceilings.dtype], positions=context + 1)
     prefill = count_run(stage, model, context, 1, batch)
     step = count_run(stage, model, context - 1, 2, batch) - count_run(stage, model, context - 1, 1, batch)

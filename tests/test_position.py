@@ -1,0 +1,279 @@
+"""Predictions from hand-made costs and ceilings, and from real shapes against the formulas of the literature."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from minillm.config import KNOWN_MODELS, ModelConfig
+from minillm.errors import UsageError
+from minillm.roofline.ceilings import Ceilings
+from minillm.roofline.counting import Cost, Operator
+from minillm.roofline.hardware import HARDWARE
+from minillm.roofline.position import (
+    Position,
+    bound,
+    limits,
+    meta_twin,
+    phase_costs,
+    phase_seconds,
+    predict,
+    predict_stage,
+)
+from minillm.stages import STAGES
+
+# Round numbers: 1 GFLOP/s, 100 MB/s, a ridge at 10 FLOP/byte, 1 ms an operator.
+CEILINGS = Ceilings("a machine", "fp32", bandwidth=1e8, peak=1e9, overhead=1e-3)
+COMPUTE = Operator("product", "", flops=5 * 10**7, read=10**5, written=0, ideal=10**5)  # 50 ms, 1 ms, 1 ms
+MEMORY = Operator("copy", "", flops=10**6, read=10**6, written=10**6, ideal=0)  # 1 ms, 20 ms, 1 ms
+OVERHEAD = Operator("tiny", "", flops=10, read=10, written=10, ideal=0)  # 1 ms by overhead
+H100 = HARDWARE["h100-sxm"].ceilings("bf16")
+LLAMA = KNOWN_MODELS["llama-3-8b"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def cost(**calls: int) -> Cost:
+    operators = {"compute": COMPUTE, "memory": MEMORY, "overhead": OVERHEAD}
+    return Cost(Counter({operators[name]: n for name, n in calls.items()}))
+
+
+def decode(model: str | ModelConfig, context: int, batch: int = 1, ceilings: Ceilings = H100) -> Position:
+    config = KNOWN_MODELS[model] if isinstance(model, str) else model
+    return predict_stage(STAGES["kv_cache"], config, ceilings, context, batch)[1]
+
+
+# --- hand-made --------------------------------------------------------------------------------------------------------
+
+
+def test_an_operator_takes_as_long_as_its_slowest_limit() -> None:
+    assert limits(COMPUTE, CEILINGS) == pytest.approx({"compute": 0.05, "memory": 0.001, "overhead": 0.001})
+    assert limits(MEMORY, CEILINGS) == pytest.approx({"compute": 0.001, "memory": 0.02, "overhead": 0.001})
+    assert predict(cost(compute=1), CEILINGS) == pytest.approx(0.05)
+    assert predict(cost(memory=1), CEILINGS) == pytest.approx(0.02)
+    assert predict(cost(overhead=1), CEILINGS) == pytest.approx(0.001)
+
+
+def test_a_prediction_adds_the_maxima_and_does_not_take_the_maximum_of_sums() -> None:
+    everything = cost(compute=2, memory=3, overhead=40)
+    assert predict(everything, CEILINGS) == pytest.approx(2 * 0.05 + 3 * 0.02 + 40 * 0.001)
+    total = everything.flops / CEILINGS.peak, everything.bytes / CEILINGS.bandwidth, 45 * CEILINGS.overhead
+    assert predict(everything, CEILINGS) > max(total)
+
+
+def test_what_binds_is_what_takes_most_time_and_not_what_binds_most_operators() -> None:
+    assert bound(cost(compute=1, memory=2, overhead=40), CEILINGS) == "compute"  # 50, 40 and 40 ms
+    assert bound(cost(compute=1, memory=3, overhead=40), CEILINGS) == "memory"  # 50, 60 and 40 ms
+    assert bound(cost(compute=1, memory=3, overhead=61), CEILINGS) == "overhead"  # 50, 60 and 61 ms
+
+
+def test_without_overhead_an_operator_waits_for_arithmetic_or_memory() -> None:
+    datasheet = replace(CEILINGS, overhead=0.0)
+    assert predict(cost(overhead=1), datasheet) == pytest.approx(20 / 1e8)
+    assert bound(cost(overhead=1), datasheet) == "memory"
+
+
+def test_position_of_a_measured_phase() -> None:
+    position = Position("decode", cost(memory=4), CEILINGS, measured_s=0.1)
+    assert position.predicted_s == pytest.approx(0.08)
+    assert position.ratio == pytest.approx(1.25)
+    assert position.cost.intensity == pytest.approx(0.5)
+    assert position.achieved == pytest.approx(4e6 / 0.1)
+    assert position.fraction_of_roofline == pytest.approx(4e7 / 5e7)  # at 0.5 FLOP/byte, 50 MFLOP/s are attainable
+    assert position.bound == "memory"
+
+
+def test_right_of_the_ridge_the_fraction_is_one_of_the_peak() -> None:
+    position = Position("prefill", cost(compute=1), CEILINGS, measured_s=0.1)
+    assert position.cost.intensity > CEILINGS.ridge
+    assert position.fraction_of_roofline == pytest.approx(5e8 / 1e9)
+
+
+def test_a_pure_prediction_stands_where_its_predicted_time_puts_it() -> None:
+    position = Position("decode", cost(memory=1), CEILINGS)
+    assert position.ratio is None
+    assert position.achieved == pytest.approx(1e6 / 0.02)
+    assert position.fraction_of_roofline == pytest.approx(1)
+
+
+def test_json_of_a_phase_has_the_keys_of_the_contract() -> None:
+    prediction = ["phase", "flops", "bytes", "ideal_bytes", "intensity", "predicted_s", "bound"]
+    measurement = ["measured_s", "achieved_flop_per_s", "fraction_of_roofline"]
+    position = Position("decode", cost(memory=4), CEILINGS)
+    assert list(position.as_json()) == prediction
+    measured = replace(position, measured_s=0.1)
+    assert list(measured.as_json()) == prediction + measurement
+    assert measured.as_json() == {
+        "phase": "decode",
+        "flops": 4 * 10**6,
+        "bytes": 8 * 10**6,
+        "ideal_bytes": 0,
+        "intensity": 0.5,
+        "predicted_s": measured.predicted_s,
+        "bound": "memory",
+        "measured_s": 0.1,
+        "achieved_flop_per_s": measured.achieved,
+        "fraction_of_roofline": measured.fraction_of_roofline,
+    }
+
+
+# --- phases -----------------------------------------------------------------------------------------------------------
+
+
+def test_decode_is_n_tokens_minus_one_in_cost_and_in_time() -> None:
+    assert phase_seconds([0.5, 0.7, 1.0]) == {"prefill": 0.5, "decode": 0.5}
+    assert phase_seconds([0.5]) == {"prefill": 0.5}
+    for stage in STAGES.values():
+        costs = phase_costs(stage, meta_twin(KNOWN_MODELS["tiny"], torch.float32), 5, 6)
+        assert list(costs) == ["prefill", "decode"]
+        alone = phase_costs(stage, meta_twin(KNOWN_MODELS["tiny"], torch.float32), 5, 1)
+        assert costs["prefill"].calls == alone["prefill"].calls
+
+
+def test_the_decode_step_attends_over_the_whole_context() -> None:
+    config, context = KNOWN_MODELS["tiny"], 33
+    position = decode(config, context)
+    [attention] = [op for op, _ in position.cost if op.name == "scaled_dot_product_attention"]
+    assert attention.flops == 4 * config.n_heads * context * config.head_dim
+    prefill = predict_stage(STAGES["kv_cache"], config, H100, context)[0]
+    [attention] = [op for op, _ in prefill.cost if op.name == "scaled_dot_product_attention"]
+    assert attention.flops == 4 * config.n_heads * context**2 * config.head_dim
+
+
+def test_a_naive_step_costs_a_prefill_of_its_context() -> None:
+    prefill, step = predict_stage(STAGES["naive"], KNOWN_MODELS["tiny"], H100, 33)
+    assert step.cost.calls == prefill.cost.calls
+
+
+def test_a_twin_has_the_shapes_and_no_memory() -> None:
+    twin = meta_twin(LLAMA, torch.bfloat16, positions=100_000)
+    assert twin.dtype == torch.bfloat16
+    assert all(parameter.is_meta for parameter in twin.parameters())
+    assert sum(parameter.numel() for parameter in twin.parameters()) == LLAMA.parameter_count
+    assert twin.config.max_positions == 100_000
+    assert meta_twin(LLAMA, torch.bfloat16).config.max_positions == LLAMA.max_positions
+
+
+# --- real shapes ------------------------------------------------------------------------------------------------------
+
+
+def weights_and_cache(config: ModelConfig, context: int, batch: int) -> tuple[float, float]:
+    """Bytes in 16 bits: weights streamed once, and B sequences' keys and values, one for each *query* head."""
+    return 2 * config.streamed_params, 2 * 2 * config.n_layers * config.n_heads * config.head_dim * context * batch
+
+
+def test_a_decode_step_takes_the_time_to_read_weights_and_cache() -> None:
+    """Step time >= (B KV + weights) / bandwidth: for Llama-3-8B on an H100 15.01 GB and 2.15 GB at 3.35 TB/s, 5.12 ms."""
+    weights, cache = weights_and_cache(LLAMA, 4096, 1)
+    assert weights == pytest.approx(15.01e9, rel=1e-3)
+    position = decode(LLAMA, 4096)
+    assert position.predicted_s == pytest.approx((weights + cache) / 3.35e12, rel=0.01)
+    assert position.predicted_s > (weights + cache) / 3.35e12
+    assert position.bound == "memory"
+
+
+def test_a_batch_reads_the_weights_once_and_each_cache() -> None:
+    one, eight = decode(LLAMA, 2048), decode(LLAMA, 2048, batch=8)
+    weights, cache = weights_and_cache(LLAMA, 2048, 1)
+    assert eight.cost.flops == 8 * one.cost.flops
+    rows = 2 * LLAMA.d_model  # each sequence gathers its own embedding
+    assert eight.cost.ideal_bytes - one.cost.ideal_bytes == 7 * (cache + rows)
+    assert eight.predicted_s == pytest.approx((weights + 8 * cache) / 3.35e12, rel=0.01)
+    assert eight.predicted_s < 2 * one.predicted_s  # eight tokens for less than the price of two
+
+
+def test_a_longer_context_adds_its_cache_and_nothing_else() -> None:
+    short, long = decode(LLAMA, 1000), decode(LLAMA, 3000)
+    _, cache = weights_and_cache(LLAMA, 2000, 1)
+    assert long.cost.bytes - short.cost.bytes == cache
+    assert long.cost.flops - short.cost.flops == 4 * LLAMA.n_layers * LLAMA.n_heads * LLAMA.head_dim * 2000
+
+
+def test_prefill_of_a_long_prompt_is_bound_by_compute() -> None:
+    prefill = predict_stage(STAGES["kv_cache"], LLAMA, H100, 4096)[0]
+    assert prefill.bound == "compute"
+    P, A, T = LLAMA.n_layers * LLAMA.layer_matmul_params, LLAMA.n_heads * LLAMA.head_dim, 4096
+    head = 2 * LLAMA.vocab_size * LLAMA.d_model
+    assert prefill.cost.flops == 2 * P * T + 4 * A * LLAMA.n_layers * T**2 + head
+    assert prefill.predicted_s > prefill.cost.flops / H100.peak
+
+
+def test_a_70b_model_and_a_context_beyond_its_positions() -> None:
+    config = KNOWN_MODELS["llama-3-70b"]
+    context = 20 * config.max_positions
+    weights, cache = weights_and_cache(config, context, 1)
+    position = decode(config, context)
+    assert position.predicted_s == pytest.approx((weights + cache) / 3.35e12, rel=0.01)
+
+
+def test_overhead_binds_a_small_model_on_a_big_gpu() -> None:
+    position = decode("smollm2-135m", 100, ceilings=replace(H100, overhead=5e-6))
+    assert position.bound == "overhead"
+    assert position.predicted_s > 5 * decode("smollm2-135m", 100).predicted_s
+
+
+@pytest.mark.parametrize(("context", "batch"), [(1, 1), (0, 1), (-5, 1), (10, 0), (10, -1), (10**12, 1), (10, 10**12)])
+def test_a_context_or_batch_that_cannot_be_is_refused(context: int, batch: int) -> None:
+    with pytest.raises(UsageError, match=r"^The (context|batch) is -?\d+; it must lie between .*\.$"):
+        predict_stage(STAGES["kv_cache"], KNOWN_MODELS["tiny"], H100, context, batch)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+# Runs the command as a user does, and says how much memory the process had at its fullest.
+WITH_PEAK_MEMORY = """
+import sys
+from minillm.cli import main
+status = main(sys.argv[1:])
+for line in open("/proc/self/status"):
+    if line.startswith("VmHWM"):
+        print("peak kB", line.split()[1], file=sys.stderr)
+sys.exit(status)
+"""
+
+
+def run_predict(tmp_path: Path, *arguments: str) -> tuple[dict[str, object], str]:
+    """JSON and standard error of `minillm predict`, in a process of its own: within 20 s and 1 GiB, or it fails."""
+    path = tmp_path / "prediction.json"
+    command = [sys.executable, "-c", WITH_PEAK_MEMORY, "predict", *arguments, "--json", str(path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MINILLM_CACHE": str(tmp_path / "no-models")}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=20)
+    assert result.returncode == 0, result.stderr
+    return json.loads(path.read_text()), result.stderr
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
+def test_predicting_llama_3_8b_on_an_h100_takes_20_seconds_1_gib_and_no_weights(tmp_path: Path) -> None:
+    arguments = ["--model", "llama-3-8b", "--hardware", "h100-sxm", "--stage", "kv_cache", "--context", "4096"]
+    data, errors = run_predict(tmp_path, *arguments)
+    weights, cache = weights_and_cache(LLAMA, 4096, 1)
+    assert list(data) == ["model", "hardware", "stage", "batch", "context", "phases"]
+    assert {key: data[key] for key in list(data)[:5]} == {
+        "model": "llama-3-8b",
+        "hardware": "h100-sxm",
+        "stage": "kv_cache",
+        "batch": 1,
+        "context": 4096,
+    }
+    prefill, step = data["phases"]
+    keys = ["phase", "flops", "bytes", "ideal_bytes", "intensity", "predicted_s", "bound"]
+    assert list(prefill) == list(step) == keys
+    assert (prefill["phase"], step["phase"]) == ("prefill", "decode")
+    assert step["predicted_s"] == pytest.approx((weights + cache) / 3.35e12, rel=0.01)
+    assert step["bound"] == "memory"
+    assert step["intensity"] == step["flops"] / step["bytes"]
+    assert int(errors.split("peak kB")[1]) < 2**20
+    assert not (tmp_path / "no-models").exists()
