@@ -16,6 +16,7 @@ from torch import Tensor
 
 from minillm.checkpoint_config import config_from_gguf, config_from_hf, read_json
 from minillm.config import KNOWN_MODELS, SUPPORTED, ModelConfig, known_model
+from minillm.cpu import use_fastest_linear
 from minillm.device import pick_device, pick_dtype
 from minillm.download import default_model_path, hub_folder
 from minillm.errors import MinillmError, UsageError
@@ -55,16 +56,16 @@ def load(name: str, device: Device = None, dtype: Dtype = None) -> tuple[Transfo
     if name == "tiny" or name.startswith("random:"):
         config = known_model(name.removeprefix("random:"))
         model = random_model(replace(config, name=name), device=device, dtype=dtype)
-        return model, byte_tokenizer(config.vocab_size)
+        return use_fastest_linear(model), byte_tokenizer(config.vocab_size)
     if name == DEFAULT_MODEL or name.endswith(".gguf"):
         path = default_model_path() if name == DEFAULT_MODEL else Path(name)
         file = GGUFFile(path)
         model = _model_from_gguf(file, device, dtype, name if name == DEFAULT_MODEL else path.stem)
-        return model, tokenizer_from_gguf(file, model.config.vocab_size)
+        return use_fastest_linear(model), tokenizer_from_gguf(file, model.config.vocab_size)
     is_folder = name and name not in KNOWN_MODELS and Path(name).is_dir()
     folder = Path(name) if is_folder else hub_folder(_repository(name))
     model = load_safetensors(folder, device, dtype, name)
-    return model, tokenizer_from_folder(folder, model.config.vocab_size)
+    return use_fastest_linear(model), tokenizer_from_folder(folder, model.config.vocab_size)
 
 
 def _repository(name: str) -> str:

@@ -14,8 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from minillm.config import KNOWN_MODELS
+from minillm.cpu import fastest_linear, processor_name, use_fastest_linear
 from minillm.device import DTYPE_NAMES
 from minillm.model import Transformer
 from minillm.roofline.counting import count
@@ -56,15 +58,10 @@ class Ceilings:
 
 
 def device_name(device: torch.device) -> str:
-    """What the hardware calls itself: the GPU's name, or the processor's."""
+    """What the hardware calls itself: the GPU's name, or the processor's with the threads in use."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    try:
-        with open("/proc/cpuinfo") as lines:
-            names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    except OSError:
-        names = []
-    return f"{names[0] if names else device.type}, {torch.get_num_threads()} threads"
+    return f"{processor_name()}, {torch.get_num_threads()} threads"
 
 
 def seconds(fn: Callable[[], object], device: torch.device) -> float:
@@ -90,6 +87,7 @@ class CeilingMeter:
         self._buffer = torch.ones(elements, device=device)
         n = MATRIX_SIZE.get(device.type, 1024)
         self._matrix = torch.full((n, n), 0.5, dtype=dtype, device=device)
+        self._product = fastest_linear(nn.Linear(n, n, bias=False, dtype=dtype, device=device).requires_grad_(False))
         self._tiny, self._tiny_cost = _tiny_step(device, dtype)
         self._samples: list[tuple[float, float, float]] = []
         self._measure()  # the first run of each pays for pages, plans and compilation: not a sample
@@ -100,7 +98,7 @@ class CeilingMeter:
     @torch.inference_mode()
     def _measure(self) -> tuple[float, float, float]:
         read = seconds(lambda: self._buffer.sum(), self.device)
-        product = seconds(lambda: self._matrix @ self._matrix, self.device)
+        product = seconds(lambda: self._product(self._matrix), self.device)
         steps = -(-OPERATORS_TIMED // self._tiny_cost)
         tiny = seconds(lambda: [self._tiny() for _ in range(steps)], self.device)
         n = len(self._matrix)
@@ -117,7 +115,7 @@ class CeilingMeter:
 def _tiny_step(device: torch.device, dtype: torch.dtype) -> tuple[Callable[[], object], int]:
     """A decode step of a model so narrow that nothing but overhead is left of it, and how many operators it calls."""
     with torch.device(device):
-        model = Transformer(replace(KNOWN_MODELS["tiny"], n_layers=4)).to(dtype)
+        model = use_fastest_linear(Transformer(replace(KNOWN_MODELS["tiny"], n_layers=4)).to(dtype))
         token = torch.zeros(1, 1, dtype=torch.int64)
 
     def step() -> torch.Tensor:

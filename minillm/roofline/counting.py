@@ -144,8 +144,13 @@ def _elements(x: Tensor) -> tuple[object, ...]:
     return _storage(x), x.dtype, x.storage_offset(), x.numel() == 0, *strides
 
 
-@formula(aten.linear.default)
-def _linear(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Formula:
+def _onednn_linear() -> list[Any]:
+    """oneDNN's linear layer (cpu.py), where this PyTorch has it."""
+    return [torch.ops.mkldnn._linear_pointwise.default] if hasattr(torch.ops.mkldnn, "_linear_pointwise") else []
+
+
+@formula(aten.linear.default, *_onednn_linear())
+def _linear(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any) -> Formula:
     return Formula(2 * out.numel() * weight.shape[1], whole(x, weight, bias), touched(out))
 
 
@@ -291,7 +296,9 @@ class CountingMode(TorchDispatchMode):
                 return result
         result = self.call(func, args, kwargs)
         targets = {argument.name for argument in func._schema.arguments if argument.is_out}
-        read_kwargs = {name: value for name, value in kwargs.items() if name not in targets}  # what is under out= is not
+        read_kwargs = {
+            name: value for name, value in kwargs.items() if name not in targets
+        }  # what is under out= is not
         inputs, outputs = _tensors((args, read_kwargs)), _tensors(result)
         op = self._operator(func, result, inputs, outputs, args, read_kwargs)
         if op is not None:
@@ -327,7 +334,7 @@ class CountingMode(TorchDispatchMode):
             return None
         ideal = sum(n for x, n in cost.reads if self._is_weight_or_cache(x))
         shape = ", ".join("x".join(map(str, x.shape)) for x in inputs if x.dim())
-        name = func._schema.name.removeprefix("aten::").strip("_")
+        name = func._schema.name.removeprefix("aten::").removeprefix("mkldnn::").strip("_")
         return Operator(name, shape, cost.flops, read, cost.written, ideal)
 
     def _is_weight_or_cache(self, x: Tensor) -> bool:
