@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from minillm.files import write_file
 from minillm.roofline.ceilings import Ceilings
@@ -44,13 +45,15 @@ def draw_roofline(
         axes.annotate("", end, start, arrowprops=style)
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=_rate_range(points, measured, datasheet))
     axes.set_xlabel("arithmetic intensity, FLOP per byte moved")
-    axes.set_ylabel("FLOP/s")
+    axes.set_ylabel("FLOP/s, and the share of the roof reached")
     axes.grid(True, which="major", color="0.92")
-    axes.legend(loc="lower right", fontsize=8, frameon=False)
+    legend = axes.legend(loc="upper left", fontsize=8, frameon=False)
     axes.figure.draw_without_rendering()  # type: ignore[union-attr]  # lays the figure out: labels are placed in its pixels
-    _label_roof(axes, measured, low)
+    texts = [*_label_roof(axes, measured, low), *legend.get_texts()]
     lines = [_roof(roof, low, high) for roof in (measured, datasheet) if roof] + _arrows(list(stages.values()))
-    _label_points(axes, lines, [(stage, position) for stage, positions in stages.items() for position in positions])
+    _label_points(
+        axes, lines, texts, [(stage, position) for stage, positions in stages.items() for position in positions]
+    )
 
 
 def save_roofline(
@@ -66,8 +69,8 @@ def save_roofline(
     """
     figure = Figure(figsize=(8, 5.5), layout="constrained")
     axes = figure.subplots()
-    draw_roofline(axes, stages, measured, datasheet)
     axes.set_title(title, fontsize=10)
+    draw_roofline(axes, stages, measured, datasheet)
     image = io.BytesIO()
     figure.savefig(image, format=Path(path).suffix[1:].lower(), dpi=200)
     write_file(path, image.getvalue())
@@ -93,27 +96,25 @@ def _roof(ceilings: Ceilings, low: float, high: float) -> Line:
     return np.array([(x, ceilings.attainable(x)) for x in (low, ceilings.ridge, high)])
 
 
-def _label_roof(axes: Axes, ceilings: Ceilings, low: float) -> None:
+def _label_roof(axes: Axes, ceilings: Ceilings, low: float) -> list[Text]:
     ridge, peak = ceilings.ridge, ceilings.peak
     axes.plot([ridge, ridge], [0, peak], color="black", linewidth=0.8, linestyle=":")
-    axes.annotate(
-        f"ridge {ridge:.3g} FLOP/byte",
-        (ridge, peak),
-        xytext=(0, 6),
-        textcoords="offset points",
-        ha="center",
-        fontsize=8,
-    )
-    axes.annotate(
-        f"{si(peak)}FLOP/s ({ceilings.dtype})", (1, peak), xycoords=("axes fraction", "data"), xytext=(-6, 5),
-        textcoords="offset points", ha="right", fontsize=8,
-    )  # fmt: skip
     middle = (low * ridge) ** 0.5  # halfway up the slope
     (x0, y0), (x1, y1) = axes.transData.transform(_roof(ceilings, middle, ridge)[:2])
-    axes.text(
-        middle, 1.08 * ceilings.attainable(middle), f"{si(ceilings.bandwidth)}B/s", fontsize=8, ha="center", va="bottom",
-        rotation=math.degrees(math.atan2(y1 - y0, x1 - x0)), rotation_mode="anchor",
-    )  # fmt: skip
+    slope = math.degrees(math.atan2(y1 - y0, x1 - x0))
+    return [
+        axes.annotate(
+            f"ridge {ridge:.3g} FLOP/byte", (ridge, peak), xytext=(0, 6), textcoords="offset points", ha="right", fontsize=8,
+        ),
+        axes.annotate(
+            f"{si(peak)}FLOP/s ({ceilings.dtype})", (1, peak), xycoords=("axes fraction", "data"), xytext=(-6, 5),
+            textcoords="offset points", ha="right", fontsize=8,
+        ),
+        axes.text(
+            middle, 1.08 * ceilings.attainable(middle), f"{si(ceilings.bandwidth)}B/s", fontsize=8, ha="center", va="bottom",
+            rotation=slope, rotation_mode="anchor",
+        ),
+    ]  # fmt: skip
 
 
 def _draw_marker(axes: Axes, position: Position, marker: str, color: str) -> None:
@@ -124,50 +125,62 @@ def _draw_marker(axes: Axes, position: Position, marker: str, color: str) -> Non
     )  # fmt: skip
 
 
-def _label_points(axes: Axes, lines: Sequence[Line], points: Sequence[tuple[str, Position]]) -> None:
+def _label_points(
+    axes: Axes, lines: Sequence[Line], texts: Sequence[Text], points: Sequence[tuple[str, Position]]
+) -> None:
     """Name each marker, each label in the nearest place around its marker that covers no marker, label or line."""
     to_points = 72 / axes.figure.get_dpi()
     centers = [axes.transData.transform((p.cost.intensity, p.achieved)) * to_points for _, p in points]
-    taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in centers]
+    labels = [np.array(text.get_window_extent().extents) * to_points for text in texts]
+    taken = [*labels, *(_around(center, 6) for center in centers)]
     for line in lines:
         corners = axes.transData.transform(line) * to_points
         for start, end in pairwise(corners):
-            taken += [(x - 2, y - 2, x + 2, y + 2) for x, y in np.linspace(start, end, 60)]
-    frame = axes.get_window_extent()
-    inside = tuple(edge * to_points for edge in (frame.x0, frame.y0, frame.x1, frame.y1))
-    for (stage, position), (x, y) in zip(points, centers, strict=True):
-        text = f"{stage} {position.phase}, {position.fraction_of_roofline:.0%} of the roof"
-        width, height = 4.3 * len(text), 11.0
-        dx, dy = _free_offset(x, y, width, height, taken, inside)
-        taken.append((x + dx, y + dy, x + dx + width, y + dy + height))
-        axes.annotate(
-            text, (position.cost.intensity, position.achieved), xytext=(dx, dy), textcoords="offset points", fontsize=8,
-            va="bottom", zorder=4, arrowprops={"arrowstyle": "-", "color": "0.6", "linewidth": 0.6, "shrinkB": 4},
+            taken += [_around(point, 2) for point in np.linspace(start, end, 60)]
+    frame = np.array(axes.get_window_extent().extents) * to_points
+    for (stage, position), center in zip(points, centers, strict=True):
+        label = axes.annotate(
+            f"{stage} {position.phase}, {position.fraction_of_roofline:.0%}", (position.cost.intensity, position.achieved),
+            xytext=(0, 0), textcoords="offset points", fontsize=8, va="bottom", zorder=4,
+            arrowprops={"arrowstyle": "-", "color": "0.6", "linewidth": 0.6, "shrinkB": 4},
         )  # fmt: skip
+        extent = Text.get_window_extent(label)  # of the words alone, without the line to the marker
+        size = np.array([extent.width, extent.height]) * to_points
+        corner = _free_corner(center, size, np.array(taken), np.array(labels), frame)
+        label.xyann = tuple(corner - center)
+        labels.append(np.concatenate([corner, corner + size]))
+        taken.append(labels[-1])
+        taken += [_around(point, 0.5) for point in np.linspace(center, corner + size / 2, 30)]
 
 
-Box = tuple[float, float, float, float]  # left, bottom, right, top, in points
+Box = np.ndarray  # left, bottom, right, top, in points
+DIRECTIONS = np.array([(math.cos(a), math.sin(a)) for a in np.linspace(-math.pi / 4, 7 * math.pi / 4, 16, False)])
 
 
-def _free_offset(
-    x: float, y: float, width: float, height: float, taken: Sequence[Box], inside: Sequence[float]
-) -> tuple[float, float]:
-    """Where a label's lower left corner goes, relative to its marker: the first place in widening rings that is free."""
-    for distance in range(10, 200, 8):
-        above, below, right, left = distance, -distance - height, distance, -distance - width
-        for dx, dy in (
-            (right, below),
-            (right, above),
-            (left, above),
-            (left, below),
-            (-width / 2, above),
-            (-width / 2, below),
-        ):
-            x0, y0, x1, y1 = x + dx, y + dy, x + dx + width, y + dy + height
-            fits = x0 > inside[0] and y0 > inside[1] and x1 < inside[2] and y1 < inside[3]
-            if fits and all(x0 > box[2] or x1 < box[0] or y0 > box[3] or y1 < box[1] for box in taken):
-                return dx, dy
-    return 10.0, 0.0
+def _around(point: np.ndarray, distance: float) -> Box:
+    return np.concatenate([point - distance, point + distance])
+
+
+def _free_corner(center: np.ndarray, size: np.ndarray, taken: Box, labels: Box, frame: Box) -> np.ndarray:
+    """The lower left corner of a label: the first place, in widening rings around its marker, that is free.
+
+    A place is free if the label stays inside the frame, lies on nothing that is taken (N, 4), and, where there is such a
+    place, the line from it to its marker crosses no other label (M, 4).
+    """
+    free: list[np.ndarray] = []
+    for distance in range(10, 400, 6):
+        for direction in DIRECTIONS:
+            # The box touches the ring from outside: its own half size comes on top of the distance.
+            corner = center + direction * (distance + size / 2) - size / 2
+            box = np.concatenate([corner, corner + size])
+            fits = (box[:2] > frame[:2]).all() and (box[2:] < frame[2:]).all()
+            if not fits or ((box[:2] < taken[:, 2:]) & (box[2:] > taken[:, :2])).all(axis=1).any():
+                continue
+            path = np.linspace(center, corner + size / 2, 60)[:, None]  # (60, 1, 2) against (M, 2)
+            if not ((path > labels[:, :2]) & (path < labels[:, 2:])).all(axis=2).any():
+                return corner
+            free.append(corner)
+    return free[0] if free else center + np.array([10.0, 0.0])  # no room at all: beside the marker
 
 
 def _arrows(stages: Sequence[Sequence[Position]]) -> list[Line]:
