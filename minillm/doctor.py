@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.markup import escape
 
 from minillm.download import MODEL_FILE, cache_folder
 from minillm.roofline.ceilings import device_name
@@ -20,10 +20,9 @@ FREE_BYTES_WANTED = 2 * 10**9
 
 def examine(console: Console) -> None:
     """Print one line for each part of the machine that matters here."""
-    table = Table(box=None, show_header=False, pad_edge=False)
     for part, good, words in (*_software(), *_processor(), *_gpu(), *_storage()):
-        table.add_row("[green]ok[/green]" if good else "[yellow]note[/yellow]", f"[bold]{part}[/bold]", words)
-    console.print(table)
+        mark = "[green]ok  [/green]" if good else "[yellow]note[/yellow]"
+        console.print(f"{mark}  [bold]{part:<13}[/bold]  {escape(words)}", soft_wrap=True)
 
 
 def _software() -> Iterator[Finding]:

@@ -1,0 +1,465 @@
+"""The commands as a user meets them: what they print and write, and one sentence for everything that goes wrong."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from minillm import cli, doctor
+from minillm.cli import main
+from minillm.config import KNOWN_MODELS
+from minillm.errors import MinillmError
+from minillm.roofline.ceilings import CeilingMeter
+
+COMMANDS = ["tour", "generate", "roofline", "predict", "doctor"]
+PREDICT = ["predict", "--model", "tiny", "--hardware", "h100-sxm", "--stage", "kv_cache"]
+GENERATE = ["generate", "hi", "--model", "tiny", "--device", "cpu", "--max-new-tokens", "3"]
+TOUR = ["tour", "--model", "tiny", "--device", "cpu", "--max-new-tokens", "2"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.delenv("MINILLM_DEBUG", raising=False)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run a command in this process: its exit status, standard output and standard error."""
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        try:
+            status = main(list(argv))
+        except SystemExit as exit:  # how argparse ends
+            status = int(exit.code or 0)
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def process(*argv: str, **kwargs: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", "import sys; from minillm.cli import main; sys.exit(main())", *argv]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
+    return subprocess.Popen(command, **options | kwargs)
+
+
+def assert_one_sentence(error: str) -> None:
+    """`minillm: ` and one sentence on one line, which says more than a word."""
+    assert error.startswith("minillm: ")
+    assert error.endswith(".\n")
+    assert error.count("\n") == 1
+    assert len(error) > 30
+    assert "Traceback" not in error
+    assert ". " not in error.removesuffix(".\n"), "more than one sentence"
+    assert "MINILLM_DEBUG" not in error, "not foreseen"
+
+
+# --- wrong commands: status 2 -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ([], "COMMAND"),
+        (["fly"], "'fly'"),
+        (["generate"], "prompt"),
+        (["predict"], "--model"),
+        (["tour", "--nonsense"], "--nonsense"),
+        ([*TOUR, "--max-new-tokens", "many"], "'many'"),
+        ([*TOUR, "--max-new-tokens", "0"], "max_new_tokens is 0"),
+        ([*TOUR, "--max-new-tokens", "-1"], "max_new_tokens is -1"),
+        ([*TOUR, "--max-new-tokens", "1000000"], "256 positions"),
+        ([*TOUR, "--stages", "naive,warp"], "'warp'"),
+        ([*TOUR, "--stages", "naive,"], "Unknown stage ''"),
+        ([*TOUR, "--stages", ""], "Unknown stage ''"),
+        ([*TOUR, "--prompt", ""], "prompt is empty"),
+        ([*TOUR, "--prompt", " \n"], "prompt is empty"),
+        ([*TOUR, "--prompt", "x" * 300], "256 positions"),
+        ([*TOUR, "--model", "gpt-9"], "Unknown model 'gpt-9'"),
+        ([*TOUR, "--device", "abacus"], "Unknown device 'abacus'"),
+        ([*TOUR, "--device", "xpu"], "'xpu' is not supported"),
+        ([*TOUR, "--device", "meta"], "meta device"),
+        ([*TOUR, "--dtype", "fp7"], "Unknown dtype 'fp7'"),
+        ([*TOUR, "--plot", "picture.bmp"], ".png, .svg, .pdf"),
+        ([*TOUR, "--plot", "picture"], ".png, .svg, .pdf"),
+        ([*TOUR, "--price-per-hour", "cheap"], "positive number of dollars"),
+        ([*TOUR, "--price-per-hour", "0"], "positive number of dollars"),
+        ([*TOUR, "--price-per-hour", "nan"], "positive number of dollars"),
+        (["generate", "", "--model", "tiny"], "prompt is empty"),
+        ([*GENERATE, "--stage", "warp"], "Unknown stage 'warp'"),
+        ([*GENERATE, "--model", "gpt-9"], "Unknown model 'gpt-9'"),
+        ([*GENERATE, "--model", "random:gpt-9"], "Unknown model 'gpt-9'"),
+        ([*GENERATE, "--device", "abacus"], "Unknown device"),
+        ([*GENERATE, "--device", "meta"], "meta device"),
+        ([*GENERATE, "--dtype", "fp7"], "Unknown dtype"),
+        ([*GENERATE, "--max-new-tokens", "0"], "max_new_tokens is 0"),
+        ([*GENERATE, "--max-new-tokens", "-1"], "max_new_tokens is -1"),
+        (["generate", "x" * 300, "--model", "tiny"], "256 positions"),
+        ([*GENERATE, "--temperature", "-1"], "temperature"),
+        ([*GENERATE, "--temperature", "nan"], "temperature"),
+        ([*GENERATE, "--top-p", "2"], "top_p"),
+        ([*GENERATE, "--top-k", "0"], "top_k"),
+        ([*GENERATE, "--seed", "-1"], "seed"),
+        (["roofline", "--device", "abacus"], "Unknown device"),
+        (["roofline", "--device", "meta"], "meta device"),
+        (["roofline", "--dtype", "fp7"], "Unknown dtype"),
+        ([*PREDICT, "--model", "gpt-9"], "Unknown model 'gpt-9'"),
+        ([*PREDICT, "--hardware", "abacus"], "Unknown hardware 'abacus'"),
+        ([*PREDICT, "--stage", "warp"], "Unknown stage 'warp'"),
+        ([*PREDICT, "--dtype", "fp7"], "no fp7 arithmetic"),
+        ([*PREDICT, "--hardware", "t4", "--dtype", "bf16"], "no bf16 arithmetic: choose fp16 or fp32"),
+        ([*PREDICT, "--hardware", "this", "--dtype", "fp7"], "Unknown dtype 'fp7'"),
+        ([*PREDICT, "--context", "1"], "context is 1"),
+        ([*PREDICT, "--context", "-4"], "context is -4"),
+        ([*PREDICT, "--context", "99999999999999999999999"], "context is 9"),
+        ([*PREDICT, "--batch", "0"], "batch is 0"),
+        ([*PREDICT, "--batch", "99999999999999999999999"], "batch is 9"),
+        ([*PREDICT, "--overhead", "-1"], "microseconds"),
+        ([*PREDICT, "--overhead", "much"], "microseconds"),
+    ],
+)
+def test_a_wrong_command_is_told_in_one_sentence(
+    run: Callable[..., tuple[int, str, str]], argv: list[str], says: str
+) -> None:
+    status, output, error = run(*argv)
+    assert_one_sentence(error)
+    assert says in error
+    assert (status, output) == (2, "")
+
+
+# --- work that fails: status 1 ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ([*GENERATE, "--model", "gemma-3-270m"], "supported are llama"),
+        ([*PREDICT, "--model", "gemma-3-270m"], "supported are llama"),
+        ([*GENERATE, "--model", "missing.gguf"], "missing.gguf"),
+        ([*TOUR, "--json", "/proc/no/tour.json"], "/proc/no/tour.json cannot be written"),
+        ([*TOUR, "--plot", "/proc/no/tour.png"], "/proc/no/tour.png cannot be written"),
+        ([*PREDICT, "--json", "/proc/no/p.json"], "cannot be written"),
+        (["roofline", "--json", "/proc/no/r.json"], "cannot be written"),
+        ([*PREDICT, "--json", "/"], "name a file"),
+        ([*PREDICT, "--json", ""], "name a file"),
+        ([*PREDICT, "--json", f"/tmp/{'x' * 300}.json"], "File name too long"),
+    ],
+)
+def test_work_that_cannot_be_done_is_told_in_one_sentence(
+    run: Callable[..., tuple[int, str, str]], argv: list[str], says: str
+) -> None:
+    status, output, error = run(*argv)
+    assert_one_sentence(error)
+    assert says in error
+    assert (status, output) == (1, "")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
+@pytest.mark.parametrize(
+    "argv", [[*TOUR, "--device", "cuda"], [*GENERATE, "--device", "cuda:1"], ["roofline", "--device", "cuda"]]
+)
+def test_cuda_where_there_is_none(run: Callable[..., tuple[int, str, str]], argv: list[str]) -> None:
+    status, output, error = run(*argv)
+    assert_one_sentence(error)
+    assert "use --device cpu" in error
+    assert (status, output) == (1, "")
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_a_path_that_cannot_be_written_is_told_before_the_work(
+    run: Callable[..., tuple[int, str, str]], option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("minillm.load", lambda *_: pytest.fail("the model was loaded first"), raising=False)
+    status, _, error = run(*TOUR, option, str(tmp_path / "file" / "result.png"))
+    assert_one_sentence(error)
+    assert (status, sorted(tmp_path.iterdir())) == (1, [tmp_path / "file"])
+
+
+@pytest.mark.parametrize("existing", [None, "old"])
+def test_a_full_disk_leaves_what_was_there(
+    run: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, existing: str | None
+) -> None:
+    def full(self: Path, data: bytes) -> int:
+        with self.open("wb") as file:
+            file.write(data[:10])
+        raise OSError(28, "No space left on device")
+
+    path = tmp_path / "prediction.json"
+    if existing:
+        path.write_text(existing)
+    monkeypatch.setattr(Path, "write_bytes", full)
+    status, _, error = run(*PREDICT, "--json", str(path))
+    assert_one_sentence(error)
+    assert (status, "No space left on device" in error) == (1, True)
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == ([(path.name, "old")] if existing else [])
+
+
+def test_an_interrupted_write_leaves_nothing(
+    run: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: Path, target: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    assert run(*PREDICT, "--json", str(tmp_path / "prediction.json"))[0] == 130
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_folder_is_made(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    path = tmp_path / "new" / "folder" / "prediction.json"
+    assert run(*PREDICT, "--json", str(path))[0] == 0
+    assert [p.name for p in path.parent.iterdir()] == ["prediction.json"]
+
+
+def test_an_error_that_nobody_foresaw_is_still_one_line(
+    run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(console: object) -> None:
+        raise RuntimeError("a pipe burst.\nand water everywhere")
+
+    monkeypatch.setattr(doctor, "examine", broken)
+    status, output, error = run("doctor")
+    assert error == (
+        "minillm: Unexpected RuntimeError: a pipe burst; set MINILLM_DEBUG=1 to see where, and please report it.\n"
+    )
+    assert (status, output) == (1, "")
+    monkeypatch.setenv("MINILLM_DEBUG", "1")
+    with pytest.raises(RuntimeError, match="a pipe burst"):
+        main(["doctor"])
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "sentence"),
+    [
+        (KeyboardInterrupt(), 130, "minillm: Interrupted.\n"),
+        (MinillmError("No."), 1, "minillm: No.\n"),
+        (
+            OSError(5, "Input/output error", "/data/x"),
+            1,
+            "minillm: /data/x cannot be read or written: Input/output error.\n",
+        ),
+        (OSError(28, "No space left"), 1, "minillm: The output cannot be read or written: No space left.\n"),
+    ],
+)
+def test_errors_and_their_exit_status(
+    run: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    status: int,
+    sentence: str,
+) -> None:
+    def fail(console: object) -> None:
+        raise error
+
+    monkeypatch.setattr(doctor, "examine", fail)
+    assert run("doctor") == (status, "", sentence)
+
+
+# --- commands that do their work --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_each_command(run: Callable[..., tuple[int, str, str]], command: str) -> None:
+    status, output, error = run(command, "--help")
+    assert output.startswith(f"usage: minillm {command}")
+    assert (status, error) == (0, "")
+
+
+def test_help_names_every_command(run: Callable[..., tuple[int, str, str]]) -> None:
+    status, output, error = run("--help")
+    assert all(f"\n    {command} " in output for command in COMMANDS)
+    assert (status, error) == (0, "")
+
+
+def test_help_answers_without_loading_pytorch() -> None:
+    code = "import sys; from minillm.cli import main\ntry: main(['--help'])\nfinally: sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize("stage", ["naive", "kv_cache"])
+@pytest.mark.parametrize("chat", [[], ["--chat"]])
+def test_generate_prints_the_text_and_the_five_numbers(
+    run: Callable[..., tuple[int, str, str]], stage: str, chat: list[str]
+) -> None:
+    status, output, error = run(*GENERATE, "--stage", stage, *chat)
+    assert (status, error) == (0, "")
+    *_text, numbers = output.rstrip("\n").split("\n")
+    for part in ("3 tokens, TTFT ", "ITL p50 ", "P99 ", " tokens/s, $", " per million tokens at $1 an hour"):
+        assert part in numbers
+
+
+def test_a_seed_gives_the_same_text_again_and_greedy_needs_none(run: Callable[..., tuple[int, str, str]]) -> None:
+    def text(*options: str) -> str:
+        return run(*GENERATE, "--max-new-tokens", "12", *options)[1].rsplit("\n", 2)[0]
+
+    drawn = text("--temperature", "1", "--seed", "7")
+    assert drawn == text("--temperature", "1", "--seed", "7") != text("--temperature", "1", "--seed", "8")
+    assert text() == text("--temperature", "0", "--seed", "8")
+
+
+def test_predict_prints_and_writes_the_same(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    path = tmp_path / "prediction.json"
+    arguments = ["--context", "100", "--batch", "4", "--dtype", "fp16", "--overhead", "5"]
+    status, output, error = run(*PREDICT, *arguments, "--json", str(path))
+    assert (status, error) == (0, "")
+    data = json.loads(path.read_text())
+    assert list(data) == ["model", "hardware", "stage", "batch", "context", "phases"]
+    assert (data["model"], data["hardware"], data["stage"]) == ("tiny", "h100-sxm", "kv_cache")
+    assert (data["batch"], data["context"]) == (4, 100)
+    assert [phase["phase"] for phase in data["phases"]] == ["prefill", "decode"]
+    for phase in data["phases"]:
+        assert list(phase) == ["phase", "flops", "bytes", "ideal_bytes", "intensity", "predicted_s", "bound"]
+        assert phase["intensity"] == phase["flops"] / phase["bytes"]
+        assert phase["ideal_bytes"] < phase["bytes"]
+        assert phase["bound"] == "overhead"
+        assert f"{phase['intensity']:.3g}" in output
+    assert "NVIDIA H100 SXM, fp16" in output
+    assert "5 us overhead an operator" in output
+    assert "Batch 4; prefill of 100 tokens" in output
+
+
+def test_predict_takes_16_bits_where_the_hardware_has_them(run: Callable[..., tuple[int, str, str]]) -> None:
+    assert "NVIDIA H100 SXM, bf16" in run(*PREDICT)[1]
+    assert "NVIDIA T4, fp16" in run(*PREDICT, "--hardware", "t4")[1]
+    assert "Apple M1, fp32" in run(*PREDICT, "--hardware", "m1")[1]
+
+
+@pytest.mark.parametrize("model", [name for name, c in KNOWN_MODELS.items() if c.architecture != "gemma3"])
+def test_predict_knows_every_model_beyond_its_positions(run: Callable[..., tuple[int, str, str]], model: str) -> None:
+    status, output, error = run(*PREDICT, "--model", model, "--context", "200000")
+    assert (status, error) == (0, "")
+    assert model in output
+
+
+@pytest.fixture
+def small_meter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ceilings of made-up samples: measuring takes a second."""
+    monkeypatch.setattr(CeilingMeter, "_measure", lambda self: (2e10, 1e11, 8e-6))
+
+
+def test_roofline_prints_and_writes_the_ceilings(
+    run: Callable[..., tuple[int, str, str]], tmp_path: Path, small_meter: None
+) -> None:
+    path = tmp_path / "roofline.json"
+    status, output, error = run("roofline", "--device", "cpu", "--dtype", "bf16", "--json", str(path))
+    assert (status, error) == (0, "")
+    for part in ("20 GB/s", "100 GFLOP/s", "5 FLOP/byte", "8 us an operator", "not in the table", "bf16"):
+        assert part in output
+    data = json.loads(path.read_text())
+    assert list(data) == ["device", "dtype", "ceilings", "datasheet"]
+    assert data["dtype"] == "bf16"
+    assert data["ceilings"] == {
+        "bandwidth_bytes_per_s": 2e10,
+        "peak_flop_per_s": 1e11,
+        "overhead_s": 8e-6,
+        "ridge_flop_per_byte": 5.0,
+    }
+    assert data["datasheet"] is None
+
+
+def test_predict_for_this_machine_measures_it(run: Callable[..., tuple[int, str, str]], small_meter: None) -> None:
+    status, output, error = run(*PREDICT, "--hardware", "this", "--dtype", "fp32")
+    assert (status, error) == (0, "")
+    assert "Ceilings (measured): 20 GB/s, 100 GFLOP/s, 8 us overhead an operator" in " ".join(output.split())
+
+
+def test_doctor_prints_a_line_for_each_part(
+    run: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MINILLM_CACHE", str(tmp_path / "cache"))
+    status, output, error = run("doctor")
+    assert (status, error) == (0, "")
+    lines = [line.split(maxsplit=1) for line in output.splitlines() if line.strip()]
+    assert all(mark in ("ok", "note") for mark, _ in lines)
+    parts = ("Python", "PyTorch", "notebooks", "C++ compiler", "processor", "GPU", "default model", "disk")
+    for part in parts:
+        assert sum(words.startswith(part) for _, words in lines) >= 1, part
+    [model] = [(mark, words) for mark, words in lines if words.startswith("default model")]
+    assert model[0] == "note"
+    assert "not fetched yet" in model[1]
+    assert not (tmp_path / "cache").exists()  # looking changes nothing
+
+
+def test_doctor_names_the_command_that_mends_it(
+    run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    assert "pip install 'minillm[notebooks]'" in run("doctor")[1]
+
+
+# --- in a process of its own ------------------------------------------------------------------------------------------
+
+
+def test_the_installed_command_ends_with_the_status_of_its_work() -> None:
+    wrong = process("tour", "--max-new-tokens", "x")
+    output, error = wrong.communicate(timeout=60)
+    assert (wrong.returncode, output) == (2, "")
+    assert_one_sentence(error)
+
+
+@pytest.mark.parametrize("argv", [["--help"], [*GENERATE, "--max-new-tokens", "200"]])
+def test_a_reader_who_leaves_ends_the_command_in_silence(argv: list[str]) -> None:
+    writer = process(*argv)
+    assert writer.stdout is not None
+    assert writer.stderr is not None
+    writer.stdout.close()
+    error = writer.stderr.read()
+    writer.stderr.close()
+    assert (writer.wait(timeout=60), error) == (1, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs /dev/full")
+@pytest.mark.parametrize("argv", [["--help"], PREDICT])
+def test_a_full_disk_behind_the_output_is_told_in_one_sentence(argv: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        writer = process(*argv, stdout=full)
+        _, error = writer.communicate(timeout=60)
+    assert_one_sentence(error)
+    assert (writer.returncode, "No space left on device" in error) == (1, True)
+
+
+def test_json_goes_to_a_pipe_or_device_as_to_a_file() -> None:
+    writer = process(*PREDICT, "--json", "/dev/stderr")
+    _, error = writer.communicate(timeout=60)
+    assert writer.returncode == 0
+    assert json.loads(error)["model"] == "tiny"
+
+
+def test_a_terminal_without_the_characters_shows_others() -> None:
+    environment = os.environ | {"PYTHONIOENCODING": "ascii", "OMP_NUM_THREADS": "1"}
+    writer = process(*GENERATE, "--max-new-tokens", "20", env=environment)
+    output, error = writer.communicate(timeout=60)
+    assert (writer.returncode, error) == (0, "")
+    assert output.isascii()
+
+
+def test_ctrl_c_ends_a_generation_with_one_word() -> None:
+    writer = process(*GENERATE, "--max-new-tokens", "250", "--stage", "naive", bufsize=0, text=False)
+    assert writer.stdout is not None
+    writer.stdout.read(1)  # it has begun
+    writer.send_signal(signal.SIGINT)
+    _, error = writer.communicate(timeout=60)
+    assert (writer.returncode, error) == (130, b"minillm: Interrupted.\n")
+
+
+def test_the_entry_point_is_main() -> None:
+    from importlib.metadata import entry_points
+
+    [script] = entry_points(group="console_scripts", name="minillm")
+    assert script.load() is cli.main
