@@ -37,6 +37,7 @@ def read_chapter(path: Path) -> NotebookNode:
     seen: set[str] = set()
     for cell in notebook.cells:
         cell.id = _cell_id(cell.source, seen)
+        cell.metadata = {key: cell.metadata[key] for key in cell.metadata if key == "tags"}
     return notebook
 
 

@@ -29,7 +29,7 @@ class Source:
 def show(thing: Any, *methods: str) -> Source:
     """The source of a module, class, function or property of this package, as it stands in its file.
 
-    Of a class, `methods` picks some: its first line and only these. Raises `UsageError` for what has no source here.
+    Of a class, `methods` picks some: the line that names it and only these. Raises `UsageError` for what has no source here.
     """
     target: Any = thing.fget if isinstance(thing, property) else thing
     try:
@@ -42,7 +42,8 @@ def show(thing: Any, *methods: str) -> Source:
     if isinstance(target, ModuleType):
         return Source(str(path), code)
     if methods:
-        code = "\n\n".join([f"{code.splitlines()[0]}\n    ...", *parts])
+        head = code[: code.index("\n", code.index("class "))]  # decorators and the line that names the class
+        code = "\n\n".join([f"{head}\n    ...", *parts])
     return Source(path.as_posix(), code)
 
 
@@ -60,7 +61,9 @@ class Table:
         return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
     def _repr_markdown_(self) -> str:
-        lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in self.rows]
+        # Of what Markdown reads as its own, figures hold two: a bar parts cells, dollars enclose a formula.
+        cells = [[cell.replace("|", "\\|").replace("$", "\\$") for cell in row] for row in self.rows]
+        lines = ["| " + " | ".join(row) + " |" for row in cells]
         rule = "| :-- |" + " --: |" * (len(self.rows[0]) - 1)
         return "\n".join([lines[0], rule, *lines[1:]])
 

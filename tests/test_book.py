@@ -22,6 +22,7 @@ import minillm
 from minillm import cli
 from minillm.book import show, table
 from minillm.errors import UsageError
+from minillm.roofline.ceilings import Ceilings
 from minillm.stages import kv_cache, naive
 
 ROOT = Path(__file__).parent.parent
@@ -168,6 +169,14 @@ def test_ledger_is_complete(chapter):
 
 
 @every_chapter
+def test_dollar_signs_in_prose_enclose_formulas(chapter):
+    """Two of them in a paragraph would turn what stands between into a formula."""
+    assert "$" not in re.sub(
+        r"```.*?```|\$\$.*?\$\$|\$[^$\s][^$\n]*\$(?!\d)|`[^`]*`", "", prose(chapter), flags=re.DOTALL
+    )
+
+
+@every_chapter
 def test_links_lead_somewhere(chapter):
     """From chapters/ and from notebooks/ alike, so each begins with ../ or names a section of its own page."""
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(chapter)):
@@ -222,6 +231,9 @@ def test_show_picks_methods_of_a_class():
     source = show(kv_cache.KVCache, "attend")
     assert source.code.startswith("class KVCache:\n    ...\n\n    def attend(self,")
     assert "def positions" not in source.code
+    assert show(Ceilings, "ridge").code.startswith(
+        "@dataclass(frozen=True)\nclass Ceilings:\n    ...\n\n    @property\n"
+    )
     assert source._repr_markdown_() == f"```python\n{source!r}\n```"
 
 
@@ -237,9 +249,9 @@ def test_show_refuses_an_unknown_method():
 
 
 def test_table_reads_as_text_and_as_markdown():
-    shown = table(["model", "GB"], [["a|b", 1.5], ["long name", "10"]])
-    assert repr(shown) == "model       GB\n---------  ---\na|b        1.5\nlong name   10"
-    assert shown._repr_markdown_() == "| model | GB |\n| :-- | --: |\n| a\\|b | 1.5 |\n| long name | 10 |"
+    shown = table(["model", "GB"], [["a|b", 1.5], ["long name", "$10"]])
+    assert repr(shown) == "model       GB\n---------  ---\na|b        1.5\nlong name  $10"
+    assert shown._repr_markdown_() == "| model | GB |\n| :-- | --: |\n| a\\|b | 1.5 |\n| long name | \\$10 |"
 
 
 def test_table_refuses_a_ragged_row():
