@@ -156,6 +156,11 @@ def test_cell_keeps_its_id_when_others_change(tmp_path):
 # --- text -------------------------------------------------------------------------------------------------------------
 
 
+def test_contents_list_the_chapters_in_order():
+    contents = (ROOT / "chapters" / "README.md").read_text()
+    assert re.findall(r"\]\((\d\d-[^)]+)\)", contents) == [chapter.name for chapter in CHAPTERS]
+
+
 @every_chapter
 def test_chapter_has_the_sections_in_order(chapter):
     headings = re.findall(r"^## (.+)$", prose(chapter), flags=re.MULTILINE)
@@ -202,6 +207,15 @@ def test_names_in_prose_exist(chapter):
 def test_commands_in_prose_are_understood(chapter):
     for command in re.findall(r"(?:^|`)minillm (\w[^`\n]*)", prose(chapter), flags=re.MULTILINE):
         cli._parser().parse_args(shlex.split(command))
+
+
+@every_chapter
+def test_exercises_in_prose_exist(chapter):
+    section = prose(chapter).split("\n## Exercises\n")[1]
+    names = set(re.findall(r"`([a-z_]\w*)`", section))
+    if names:
+        code = (ROOT / "exercises" / f"ch{chapter.name[:2]}" / "exercise.py").read_text()
+        assert names <= set(re.findall(r"^(?:def|class) (\w+)", code, flags=re.MULTILINE))
 
 
 @every_chapter
