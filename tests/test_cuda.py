@@ -14,14 +14,7 @@ from minillm.model import Transformer
 from minillm.sampling import Sampler
 from minillm.stages.kv_cache import KVCache
 
-
-def on_gpu(test: Any) -> Any:
-    """Marks a test that needs a GPU, and reports it as not run where there is none."""
-    return pytest.mark.gpu(
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")(test)
-    )
-
-
+on_gpu = pytest.mark.gpu  # conftest.py reports it as not run where there is no GPU
 every_stage = pytest.mark.parametrize("stage", STAGES)
 every_shape = pytest.mark.parametrize("shape", SHAPES)
 

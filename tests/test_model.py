@@ -40,6 +40,23 @@ def test_rmsnorm_in_bf16_is_computed_in_fp32_inside(which: int) -> None:
     assert relative_error <= 2 * 2.0**-9 * 1.01
 
 
+def test_attention_and_mlp_are_fed_what_was_normalized_in_fp32() -> None:
+    model = lively_model(SHAPES["llama"], dtype=torch.bfloat16)
+    block, seen = model.blocks[1], {}
+    for name, module in (
+        ("block", block),
+        ("attention", block.attention),
+        ("mlp_norm", block.mlp_norm),
+        ("mlp", block.mlp),
+    ):
+        module.register_forward_pre_hook(lambda _, args, name=name: seen.__setitem__(name, args[0].double()))
+    model(torch.tensor([random_prompt(64, 97)]), NoCache(model))
+    for before, after, norm in (("block", "attention", block.attention_norm), ("mlp_norm", "mlp", block.mlp_norm)):
+        x = seen[before]
+        exact = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.double()
+        assert ((seen[after] - exact).abs() <= 2 * 2.0**-9 * 1.01 * exact.abs()).all()  # as above
+
+
 def test_rmsnorm_in_fp16_survives_values_whose_squares_do_not_fit() -> None:
     norm = norms_of(lively_model(SHAPES["llama"], dtype=torch.float16))[0]
     x = torch.full((1, 32), 1000.0, dtype=torch.float16)  # 1000^2 > 65504, the largest fp16

@@ -201,11 +201,11 @@ LONG = (
 )
 TEXTS = {
     "English": "The history of the steam engine begins",
-    "German": "Als Gregor Samsa eines Morgens aus unruhigen Träumen erwachte,",
+    "German": "Als Gregor Samsa eines Morgens",
     "Chinese": "人工智能的未来是",
-    "Arabic": "كان يا ما كان في قديم الزمان",
-    "code": 'def fibonacci(n: int) -> int:\n    """Return the n-th Fibonacci number."""\n    if n',
-    "emoji": "Weather today: ☀️🌧️🌈 and my mood: 😀🎉👩‍🚀",
+    "Arabic": "كان يا ما كان",
+    "code": "def fibonacci(n: int) -> int:\n    if n",
+    "emoji": "My mood today: 😀🎉👩‍🚀",
     "chat": "Why is the sky blue? Answer in one sentence.",
     "long": LONG,
 }
@@ -352,8 +352,8 @@ def test_smollm2_gives_the_same_48_tokens_in_both_stages_and_in_transformers(
     prompt, expected = prompt_of(text, tokenizer), their_answers[text]
     assert len(expected) == 48
     assert kv_cache.generate(model, prompt, 48).tokens == expected
-    # A naive token after 300 others costs ten times one after 30, so there the first eight must do.
-    n = 8 if text == "long" else 48
+    # A naive token costs a pass over all before it. After the two longest prompts the first few must do.
+    n = {"long": 4, "chat": 12}.get(text, 48)
     assert naive.generate(model, prompt, n).tokens == expected[:n]
 
 
