@@ -118,6 +118,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     predict.add_argument("--json", metavar="FILE", help="write the prediction as JSON")
 
+    grade = _command(
+        commands, "grade", _grade, "the scorecard of the exercises: passed, failed, not attempted, not graded"
+    )
+    grade.add_argument("chapter", nargs="?", metavar="CHAPTER", help="such as ch01, or ch01/rope (default: all)")
+    grade.add_argument(
+        "--exercises", metavar="DIR", help="the exercises folder (default: here, above, or the package's)"
+    )
+    grade.add_argument("--solutions", action="store_true", help="grade the solutions in place of your files")
+    grade.add_argument("--submissions", metavar="DIR", help="grade a folder of students' folders")
+    grade.add_argument("--time-limit", type=_seconds, metavar="S", help="seconds an exercise may take (default: 30)")
+    grade.add_argument("--json", metavar="FILE", help="write the scorecard as JSON; of submissions, one a student")
+
     _command(commands, "doctor", _doctor, "what this machine can run, and what is missing")
     return parser
 
@@ -171,6 +183,13 @@ def _microseconds(text: str) -> float:
     value = _number(text)
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError("the overhead must be 0 or a positive number of microseconds")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError("the time limit must be a positive number of seconds")
     return value
 
 
@@ -296,6 +315,12 @@ def _predict(args: argparse.Namespace) -> None:
     if args.json:
         names = {key: getattr(args, key) for key in ("model", "hardware", "stage", "batch", "context")}
         write_json(args.json, names | {"phases": [p.as_json() for p in positions]})
+
+
+def _grade(args: argparse.Namespace) -> None:
+    from minillm.grading.command import grade
+
+    grade(args)
 
 
 def _doctor(args: argparse.Namespace) -> None:

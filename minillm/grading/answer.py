@@ -1,0 +1,184 @@
+"""Comparing an answer with the value it should be, and saying in one sentence what is wrong with it.
+
+    ask(tpot, 0.0, [0.5, 0.6]).number(0.1, {"It counts the first token too.": 0.3})
+
+calls the learner's `tpot` and compares. Each wrong value that a known mistake gives may come along with its sentence; the
+learner who made that mistake is told so. Nothing of the learner's is ever asked whether it is equal: `ask` has plain values.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minillm.grading.channel import Refused, Remote, brief
+from minillm.grading.errors import Wrong
+
+_SCALES = {
+    1e3: "It is 1000 times too large: mind the units.",
+    1e-3: "It is 1000 times too small: mind the units.",
+    1e6: "It is a million times too large: mind the units.",
+    1e-6: "It is a million times too small: mind the units.",
+    2.0: "It is twice as large: look for a factor of 2.",
+    0.5: "It is half of that: look for a factor of 2.",
+    8.0: "It is 8 times too large: a byte has 8 bits.",
+    0.125: "It is 8 times too small: a byte has 8 bits.",
+}
+_KINDS = {bool: "a truth value", int: "a number", float: "a number", str: "text", list: "a list", tuple: "a tuple"}
+
+
+class Answer:
+    """What the learner's code returned, and the call that it stands for."""
+
+    def __init__(self, label: str, value: Any) -> None:
+        self.label = label
+        self.value = value
+
+    def wrong(self, what: str) -> Wrong:
+        return Wrong(f"{self.label} {what}")
+
+    def number(
+        self, expected: float | None, likely: Mapping[str, float | None] | None = None, rtol: float = 1e-6
+    ) -> float | None:
+        """The value, which must be this number (within `rtol` of it), or None where None is right."""
+        value = self._plain_number()
+        if value is expected or (value is not None and expected is not None and _close(value, expected, rtol)):
+            return value
+        hint = _hint(value, likely or {}, rtol)
+        if value is None and not hint:
+            raise self.wrong("returns None where a number is due: is there a return?")
+        if not hint and value is not None and expected:
+            hint = next((f" {text}" for scale, text in _SCALES.items() if _close(value, expected * scale, rtol)), "")
+        right, given = ("None" if x is None else f"{x:.6g}" for x in (expected, value))
+        raise self.wrong(f"should give {right}, not {given}.{hint}")
+
+    def numbers(
+        self, expected: Sequence[float], likely: Mapping[str, Sequence[float]] | None = None, rtol: float = 1e-6
+    ) -> None:
+        """The value must be a list (or tuple, or tensor) of these numbers."""
+        value = self.value
+        if isinstance(value, Tensor):
+            value = value.tolist()
+        if not isinstance(value, (list, tuple)):
+            raise self.wrong(f"returns {self._kind()} where a list of numbers is due.")
+        if not all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in value):
+            raise self.wrong("returns a list that holds something else than numbers.")
+
+        def same(a: Sequence[float], b: Sequence[float]) -> bool:
+            return len(a) == len(b) and all(_close(x, y, rtol) for x, y in zip(a, b, strict=True))
+
+        if same(value, expected):
+            return
+        hint = next((text for text, wrong in (likely or {}).items() if same(value, wrong)), "")
+        right, given = (_short([float(f"{x:.6g}") for x in xs]) for xs in (expected, value))
+        raise self.wrong(f"should give {right}, not {given}.{' ' if hint else ''}{hint}")
+
+    def text(self, expected: str, likely: Mapping[str, str] | None = None) -> None:
+        """The value must be this word."""
+        if type(self.value) is not str:
+            raise self.wrong(f"returns {self._kind()} where a word is due, such as {expected!r}.")
+        if self.value != expected:
+            hint = next((text for text, wrong in (likely or {}).items() if self.value == wrong), "")
+            raise self.wrong(f"should give {expected!r}, not {self.value[:40]!r}.{' ' if hint else ''}{hint}")
+
+    def tensor(
+        self,
+        expected: Tensor,
+        likely: Mapping[str, Callable[[], Tensor]] | None = None,
+        atol: float = 1e-5,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """The value must be a tensor of this shape and, within `atol`, of these numbers; `dtype` where that matters."""
+        value = self.value
+        if not isinstance(value, Tensor):
+            raise self.wrong(f"returns {self._kind()} where a tensor is due.")
+        if value.shape != expected.shape:
+            raise self.wrong(f"has shape {tuple(value.shape)} where {tuple(expected.shape)} is due.")
+        if dtype is not None and value.dtype != dtype:
+            raise self.wrong(f"is {value.dtype} where {dtype} is due.".replace("torch.", ""))
+        error = (value.double() - expected.double()).abs()
+        if not bool(torch.isfinite(value.double()).all()):
+            raise self.wrong("holds NaN or infinity where every number is finite.")
+        if value.numel() == 0 or float(error.max()) <= atol:
+            return
+        for text, wrong in (likely or {}).items():
+            other = wrong()
+            if other.shape == value.shape and float((value.double() - other.double()).abs().max()) <= atol:
+                raise self.wrong(f"is wrong. {text}")
+        place = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
+        raise self.wrong(
+            f"is wrong by up to {float(error.max()):.2g}: at {place} it has {float(value[place]):.4g} where "
+            f"{float(expected[place]):.4g} is right."
+        )
+
+    def tokens(self, expected: Sequence[int], likely: Mapping[str, Sequence[int]] | None = None) -> None:
+        """The value must be these token ids, as a list or a tensor."""
+        value = self.value.tolist() if isinstance(self.value, Tensor) else self.value
+        if not isinstance(value, (list, tuple)):
+            raise self.wrong(f"returns {self._kind()} where token ids are due.")
+        value = list(value)
+        if not all(type(token) is int for token in value):
+            raise self.wrong("returns something else than whole numbers: token ids are ints.")
+        if value != list(expected):
+            hint = next((text for text, wrong in (likely or {}).items() if value == list(wrong)), "")
+            gives = f"gives the tokens {_short(value)} where {_short(list(expected))} are right."
+            raise self.wrong(f"{gives}{' ' if hint else ''}{hint}")
+
+    def _plain_number(self) -> float | None:
+        value = self.value
+        if isinstance(value, Tensor) and value.numel() == 1:
+            value = value.item()
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise self.wrong(f"returns {self._kind()} where a number is due.")
+        if isinstance(value, float) and math.isnan(value):
+            raise self.wrong("returns NaN, which is no number.")
+        return value
+
+    def _kind(self) -> str:
+        value = self.value
+        if value is None:
+            return "None (is there a return?)"
+        if isinstance(value, Tensor):
+            return f"a tensor of shape {tuple(value.shape)}"
+        return f"an object of type {value._kind}" if isinstance(value, Remote) else _KINDS.get(type(value), "something")
+
+
+def ask(function: Remote, *args: Any) -> Answer:
+    """Call a function or method of the learner's."""
+    return Answer(f"{function!r}({', '.join(map(brief, args))})", function(*args))
+
+
+def refuses(function: Remote, *args: Any, because: str) -> None:
+    """The learner's code must raise a ValueError for these arguments, with a message."""
+    label = f"{function!r}({', '.join(map(brief, args))})"
+    try:
+        function(*args)
+    except Refused:
+        return
+    raise Wrong(f"{label} must raise a ValueError, {because}, and does not.")
+
+
+def _close(a: float, b: float, rtol: float) -> bool:
+    try:
+        return math.isclose(a, b, rel_tol=rtol, abs_tol=1e-12 if b == 0 else 0.0)
+    except OverflowError:  # a whole number beyond all floats
+        return False
+
+
+def _hint(value: float | None, likely: Mapping[str, float | None], rtol: float) -> str:
+    """The sentence to the known mistake whose value comes nearest to this one, if any comes near enough."""
+    near: list[tuple[float, str]] = []
+    for text, wrong in likely.items():
+        if value is None or wrong is None:
+            near += [(0.0, text)] if value is wrong else []
+        elif _close(value, wrong, rtol):
+            near.append((abs(value - wrong), text))
+    return f" {min(near)[1]}" if near else ""
+
+
+def _short(values: Sequence[float]) -> str:
+    return str(list(values)) if len(values) <= 12 else f"{str(list(values[:12]))[:-1]}, ... {len(values)} in all]"

@@ -1,0 +1,38 @@
+"""What minillm itself predicts for a stage, quickly: the layers of a model are alike, so two are counted and the rest follows.
+
+A prediction is a sum over operators (minillm/roofline/position.py). Of L layers it is that of one layer and L - 1 times the
+difference that a second layer makes; no approximation is in it.
+"""
+
+from dataclasses import replace
+from functools import cache
+
+from minillm.config import ModelConfig
+from minillm.roofline.ceilings import Ceilings
+
+
+@cache
+def decode_step_s(config: ModelConfig, ceilings: Ceilings, context: int) -> float:
+    """Seconds of one decode step of the kv_cache stage that attends over `context` tokens, one sequence."""
+    return _phases_s(config, ceilings, context, "kv_cache")[1]
+
+
+@cache
+def naive_step_s(config: ModelConfig, ceilings: Ceilings, length: int) -> float:
+    """Seconds of the naive stage's pass over `length` tokens."""
+    return _phases_s(config, ceilings, length, "naive")[0]
+
+
+def _phases_s(config: ModelConfig, ceilings: Ceilings, context: int, stage: str) -> tuple[float, float]:
+    from minillm.roofline.position import predict_stage
+    from minillm.stages import known_stage
+
+    one, two = (
+        [
+            phase.predicted_s
+            for phase in predict_stage(known_stage(stage), replace(config, n_layers=n), ceilings, context)
+        ]
+        for n in (1, 2)
+    )
+    prefill, decode = (a + (config.n_layers - 1) * (b - a) for a, b in zip(one, two, strict=True))
+    return prefill, decode

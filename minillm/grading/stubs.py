@@ -1,0 +1,153 @@
+"""From a chapter's `solution.py` to what the learner gets: `exercise.py` and `notebook.ipynb`, and the digests of the graders.
+
+A solution is a Python script with jupytext's cell marks (`# %%`). What the learner has to write stands between two marks, the
+first of which says what to do; in the stub it becomes the message of an exception:
+
+    # BEGIN SOLUTION: Return the seconds from the sending of the request to its first token.
+    return tokens[0] - start
+    # END SOLUTION
+"""
+
+import argparse
+import ast
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from minillm.grading import engine
+
+_REGION = re.compile(r"^( *)# BEGIN SOLUTION: (.+)\n(?:.*\n)*?\1# END SOLUTION\n", re.MULTILINE)
+_CELL = re.compile(r"^# %%(?P<title>.*)\n(?P<body>(?:(?!# %%).*\n?)*)", re.MULTILINE)
+LINE = 120
+
+
+def make_stub(solution: str) -> str:
+    """The learner's file. Raises `ValueError` for marks without a partner."""
+    stub = _REGION.sub(lambda match: _raise(match[1], match[2].strip()), solution)
+    if "SOLUTION" in stub:
+        raise ValueError("a BEGIN SOLUTION or END SOLUTION mark has no partner")
+    kept = [match[0] for match in _CELL.finditer(stub) if "notebook" not in match["title"]]
+    return stub[: stub.index("# %%")] + "".join(kept).rstrip() + "\n"
+
+
+def _raise(indent: str, sentence: str) -> str:
+    text = json.dumps(sentence, ensure_ascii=False)
+    line = f"{indent}raise NotImplementedError({text})\n"
+    if len(line) <= LINE + 1:
+        return line
+    return f"{indent}raise NotImplementedError(\n{indent}    {text}\n{indent})\n"
+
+
+def make_notebook(solution: str, chapter: str, exercises: Mapping[str, tuple[tuple[str, ...], int]], stub: bool) -> str:
+    """The chapter's exercises as a notebook: a check after each cell that completes what an exercise needs.
+
+    `exercises` gives the needs and points of each. The outputs are the verdicts on right answers, in the stub as well.
+    """
+    text = _REGION.sub(lambda match: _raise(match[1], match[2].strip()), solution) if stub else solution
+    cells: list[dict[str, Any]] = []
+    waiting = dict(exercises)
+    defined: set[str] = set()
+    for match in _CELL.finditer(text):
+        title, body = match["title"], match["body"].strip("\n")
+        if "script" in title:
+            continue
+        if "[markdown]" in title:
+            cells.append(_markdown("\n".join(line.removeprefix("#").removeprefix(" ") for line in body.split("\n"))))
+            continue
+        tags = ["nbval-ignore-output"] if "nbval-ignore-output" in title else []
+        cells.append(_code(body, tags=tags))
+        defined |= {node.name for node in ast.parse(body).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        for name, (needs, points) in list(waiting.items()):
+            if defined.issuperset(needs):
+                del waiting[name]
+                verdict = f"{passed(f'{chapter}/{name}', points)}\n"
+                cells.append(_code(f'check("{chapter}/{name}", {", ".join(needs)})', verdict))
+    for number, cell in enumerate(cells):
+        cell["id"] = f"{chapter}-{number:02d}"
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    notebook = {
+        "cells": cells,
+        "metadata": {"kernelspec": kernel, "language_info": {"name": "python"}},
+        "nbformat": 4,
+        "nbformat_minor": 5,
+    }
+    return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
+
+
+def passed(name: str, points: int) -> str:
+    """The verdict on a right answer."""
+    return f"{name}: passed, {points} of {points} point{'s' if points != 1 else ''}."
+
+
+def _markdown(text: str) -> dict[str, Any]:
+    return {"cell_type": "markdown", "id": "", "metadata": {}, "source": text.splitlines(keepends=True)}
+
+
+def _code(text: str, output: str = "", tags: list[str] | None = None) -> dict[str, Any]:
+    stream = [{"name": "stdout", "output_type": "stream", "text": [output]}] if output else []
+    return {
+        "cell_type": "code",
+        "execution_count": None,
+        "id": "",
+        "metadata": {"tags": tags} if tags else {},
+        "outputs": stream,
+        "source": text.splitlines(keepends=True),
+    }
+
+
+# --- writing them
+
+
+def chapters(folder: Path) -> list[Path]:
+    return sorted(path.parent for path in folder.glob("ch[0-9][0-9]/solution.py"))
+
+
+def generated(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Every generated file, and what belongs in it."""
+    for chapter in chapters(folder):
+        solution = (chapter / "solution.py").read_text("utf-8")
+        items = engine.load_chapter(folder, chapter.name)
+        exercises = {item.name: (item.needs, item.points) for item in items}
+        yield chapter / "exercise.py", make_stub(solution)
+        yield chapter / "notebook.ipynb", make_notebook(solution, chapter.name, exercises, stub=True)
+
+
+def manifest_text(folder: Path) -> str:
+    """The module `manifest.py`: the exercises with their points, and the digests of the files that must not change."""
+    exercises = {
+        chapter.name: {item.name: item.points for item in engine.load_chapter(folder, chapter.name)}
+        for chapter in chapters(folder)
+    }
+    files = [folder / "conftest.py"]
+    for chapter in chapters(folder):
+        files += [chapter / name for name in ("mutants.py", "solution.py", "test_exercise.py")]
+    digests = {path.relative_to(folder).as_posix(): engine.digest(path) for path in files}
+    lines = ['"""Written by `python -m minillm.grading`: the exercises, and SHA-256 of the files that grade them."""\n']
+    lines.append("EXERCISES: dict[str, dict[str, int]] = {")
+    for chapter_name, points in exercises.items():
+        lines.append(f'    "{chapter_name}": {{')
+        lines += [f'        "{name}": {number},' for name, number in points.items()]
+        lines.append("    },")
+    lines += ["}\n", "DIGESTS: dict[str, str] = {"]
+    lines += [f'    "{name}": "{value}",' for name, value in digests.items()]
+    return "\n".join([*lines, "}"]) + "\n"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write all generated files. One that differs, because someone filled it in, is kept unless --force is given."""
+    parser = argparse.ArgumentParser(prog="python -m minillm.grading", description=main.__doc__)
+    parser.add_argument("--force", action="store_true", help="overwrite what was filled in")
+    parser.add_argument("--exercises", metavar="DIR", default="exercises", help="the folder (default: exercises)")
+    args = parser.parse_args(argv)
+    folder, status = Path(args.exercises).resolve(), 0
+    for path, text in generated(folder):
+        if path.is_file() and path.read_text("utf-8") != text and not args.force:
+            print(f"Kept: {path} (--force overwrites it)", file=sys.stderr)
+            status = 1
+        else:
+            path.write_text(text, "utf-8")
+    (Path(__file__).parent / "manifest.py").write_text(manifest_text(folder), "utf-8")
+    return status
