@@ -147,12 +147,13 @@ def cost(config: ModelConfig, longest: int = 100_000) -> Picture:
 def step_times(title: str, stages: Mapping[str, Sequence[float]], predicted: Mapping[str, Sequence[float]]) -> Picture:
     """Milliseconds that each new token took, by stage, beside what was predicted. Seconds in, the first token included."""
     result, axes = picture(f"milliseconds a token: {title}", height=2.9)
-    for (name, times), marker, color in zip(stages.items(), "os^D", (ORANGE, BLUE, DARK, GRAY), strict=False):
+    looks = zip("os^D", (ORANGE, BLUE, DARK, GRAY), ("-", "--", "-.", ":"), strict=True)
+    for (name, times), (marker, color, line) in zip(stages.items(), looks, strict=False):
         numbers = np.arange(1, len(times) + 1)
         axes.plot(numbers, 1e3 * np.asarray(times), marker, color=color, markersize=4.5, label=f"{name}, measured")
         if name in predicted:
             axes.plot(
-                numbers, 1e3 * np.asarray(predicted[name]), "-", color=color, linewidth=1.2, label=f"{name}, predicted"
+                numbers, 1e3 * np.asarray(predicted[name]), line, color=color, linewidth=1.2, label=f"{name}, predicted"
             )
     axes.set(
         xlabel="number of the new token",
