@@ -1,7 +1,9 @@
 """What several test files share: tiny configurations of every family, lively random models, and comparisons."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -37,6 +39,15 @@ SHAPES = {
     "multi-head": ModelConfig("mha-tiny", 2, 32, 4, 4, 8, 48, 97, 192),
 }
 STAGES = {"naive": naive.generate, "kv_cache": kv_cache.generate}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """For files that import it: a second thread gains little, and loses tenfold by waiting where others use the machine too."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def lively_model(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> Transformer:

@@ -14,6 +14,7 @@ from helpers import (
     lively_model,
     logits_through,
     logits_whole,
+    one_thread,  # noqa: F401 (a fixture)
     random_prompt,
     wide,
 )
