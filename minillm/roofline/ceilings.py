@@ -61,7 +61,8 @@ def device_name(device: torch.device) -> str:
     """What the hardware calls itself: the GPU's name, or the processor's with the threads in use."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{processor_name()}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{processor_name()}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def seconds(fn: Callable[[], object], device: torch.device) -> float:
