@@ -4,7 +4,7 @@ Each function says what it is given, what it returns and in which units. Replace
 `minillm grade ch00` or `pytest exercises/ch00` shows what you have earned. Times are in seconds, rates in units a second.
 """
 
-# %% [markdown] tags=["notebook"]
+# %% [markdown] tags=["active-ipynb"]
 # # Exercises to chapter 0: the five numbers and the roofline
 # Fill in each function, run its cell, then run the check below it. Times are in seconds, rates in units a second. The outputs
 # that you see first are those of right answers: `pytest --nbval` on this notebook names the cells that do not reach them yet.
@@ -14,8 +14,8 @@ from itertools import pairwise
 
 from minillm.config import ModelConfig
 
-# %% tags=["notebook"]
-from minillm.grading import check
+# %% tags=["active-ipynb"]
+# from minillm.grading import check
 
 # %% [markdown]
 # ## The five numbers, from timestamps

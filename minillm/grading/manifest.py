@@ -17,11 +17,37 @@ EXERCISES: dict[str, dict[str, int]] = {
         "step_intensity": 2,
         "step_intensity_limit": 2,
     },
+    "ch01": {
+        "causal_attention": 3,
+        "rope": 3,
+        "greedy": 1,
+        "top_p": 2,
+        "draw": 2,
+        "generate": 3,
+        "naive_flops": 3,
+        "crossover": 2,
+    },
+    "ch02": {
+        "positions": 2,
+        "cache_decode": 4,
+        "cache_chunks": 3,
+        "cache_full": 2,
+        "kv_bytes_per_token": 1,
+        "largest_batch": 2,
+        "predict_speedup": 3,
+        "speedup_guesses": 2,
+    },
 }
 
 DIGESTS: dict[str, str] = {
     "conftest.py": "0e3729f43d56daf5df4636677702b4f8e2e144b04b7abf6df71a0d96604540a4",
     "ch00/mutants.py": "cbd1da4aaea0a51499df51d67c29f86f0ccd7ab08ac8186d2458dd9bfdbe79be",
-    "ch00/solution.py": "1e66b992f50cb980d1a56ca39fc7c694cc7e27c840f00eea76b07f1800c4d6a3",
+    "ch00/solution.py": "2f2782afade6b97e5f022705e5d168d9883d1616603986b353ea543fc97dbf0f",
     "ch00/test_exercise.py": "084322b6f77a839f2c6239e30a0efade11fdb3f088968d426ba6bfed83bbb82d",
+    "ch01/mutants.py": "289c5ad10873d683225a4e2cb05aa7a32d32411a70ab71fa1e78b20ff934287c",
+    "ch01/solution.py": "58d98a3c4146a9d338296d99e458025b9ae870942bceb2a1467e568fe8a53145",
+    "ch01/test_exercise.py": "0c3544a1ffb520daff45dfc79100e52f64c41f7757c376e860dcc5fee20ff8c3",
+    "ch02/mutants.py": "dd603febb2e7f7fca0268ad370845bf768b52883675f1811f64cc57ad1c90cf2",
+    "ch02/solution.py": "dd3c21599c6e60e35281f0a7537f38c8c62ccd09c45e6dd880426e3705c8982c",
+    "ch02/test_exercise.py": "786efa8554d71bfd15666448c312a1ccb53da95adc846fb60944710e66778086",
 }

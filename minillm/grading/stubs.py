@@ -1,6 +1,7 @@
 """From a chapter's `solution.py` to what the learner gets: `exercise.py` and `notebook.ipynb`, and the digests of the graders.
 
-A solution is a Python script with jupytext's cell marks (`# %%`). What the learner has to write stands between two marks, the
+A solution is a Python script in jupytext's percent format; cells tagged `active-ipynb` are for the notebook
+alone. What the learner has to write stands between two marks, the
 first of which says what to do; in the stub it becomes the message of an exception:
 
     # BEGIN SOLUTION: Return the seconds from the sending of the request to its first token.
@@ -29,7 +30,7 @@ def make_stub(solution: str) -> str:
     stub = _REGION.sub(lambda match: _raise(match[1], match[2].strip()), solution)
     if "SOLUTION" in stub:
         raise ValueError("a BEGIN SOLUTION or END SOLUTION mark has no partner")
-    kept = [match[0] for match in _CELL.finditer(stub) if "notebook" not in match["title"]]
+    kept = [match[0] for match in _CELL.finditer(stub) if "active-ipynb" not in match["title"]]
     return stub[: stub.index("# %%")] + "".join(kept).rstrip() + "\n"
 
 
@@ -52,10 +53,10 @@ def make_notebook(solution: str, chapter: str, exercises: Mapping[str, tuple[tup
     defined: set[str] = set()
     for match in _CELL.finditer(text):
         title, body = match["title"], match["body"].strip("\n")
-        if "script" in title:
-            continue
+        if "[markdown]" in title or "active-ipynb" in title:  # commented out in the script
+            body = "\n".join(line.removeprefix("#").removeprefix(" ") for line in body.split("\n"))
         if "[markdown]" in title:
-            cells.append(_markdown("\n".join(line.removeprefix("#").removeprefix(" ") for line in body.split("\n"))))
+            cells.append(_markdown(body))
             continue
         tags = ["nbval-ignore-output"] if "nbval-ignore-output" in title else []
         cells.append(_code(body, tags=tags))

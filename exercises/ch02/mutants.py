@@ -1,0 +1,98 @@
+"""Wrong answers to the exercises of chapter 2, each of which its grader must refuse."""
+
+from minillm.grading.mutants import Mutant
+
+ARANGE = "return torch.arange(start, self.length)[None]"
+APPEND_K = "self.keys[layer] = torch.cat([self.keys[layer], k], dim=2)"
+APPEND_V = "self.values[layer] = torch.cat([self.values[layer], v], dim=2)"
+VISIBLE = "torch.arange(S) <= torch.arange(S - T, S)[:, None]"
+SDPA = "return F.scaled_dot_product_attention(q, keys, values, attn_mask=visible)"
+CHECK = "if self.length + n_tokens > self.capacity:"
+REFUSE = 'raise ValueError(f"the cache holds {self.length} of {self.capacity} tokens, and {n_tokens} more do not fit")'
+STEP_NAIVE = "naive += max((2 * P * i + 4 * A * L * i * i) / peak, weights / bandwidth)"
+STEP_CACHED = "cached += max((2 * P + 4 * A * L * i) / peak, (weights + a_token * i) / bandwidth)"
+
+MUTANTS = [
+    # positions
+    Mutant("positions", "Starts at 0 in every pass.", (ARANGE, "return torch.arange(n_tokens)[None]"), says="not from 0"),
+    Mutant("positions", "Starts at 1.", (ARANGE, "return torch.arange(start + 1, self.length + 1)[None]"), says="first position is 0"),
+    Mutant("positions", "Gives a decoded token the position of the one before it.", (ARANGE, "return torch.arange(max(start - 1, 0), max(start - 1, 0) + n_tokens)[None]"), says="too small"),
+    Mutant("positions", "Gives one position for the whole pass.", (ARANGE, "return torch.full((1, n_tokens), start)"), says="should give"),
+    Mutant("positions", "Counts passes, not tokens.", ("self.length + n_tokens\n        return", "self.length + 1\n        return"), (ARANGE, "return torch.arange(start, start + n_tokens)[None]"), ("T, S, G = q.shape[2], self.length, q", "T, S, G = q.shape[2], self.keys[layer].shape[2], q"), says="should give"),
+    Mutant("positions", "Forgets the batch dimension.", ("(start, self.length)[None]", "(start, self.length)"), says="shape"),
+    Mutant("positions", "Gives floats.", (ARANGE, "return torch.arange(start, self.length).float()[None]"), says="whole numbers"),
+    # cache_decode
+    Mutant("cache_decode", "Gives a decoded token a position one too large.", (ARANGE, "return torch.arange(start, self.length)[None] + (start > 0)"), says="too large"),
+    Mutant("cache_decode", "Gives a decoded token position 0.", (ARANGE, "return torch.arange(n_tokens)[None]"), says="from 0 again"),
+    Mutant("cache_decode", "Maps query heads to KV heads with repeat.", ("self.keys[layer].repeat_interleave(G, dim=1)", "self.keys[layer].repeat(1, G, 1, 1)"), ("self.values[layer].repeat_interleave(G, dim=1)", "self.values[layer].repeat(1, G, 1, 1)"), says="repeat_interleave"),
+    Mutant("cache_decode", "Keeps the prompt only.", (APPEND_K, "keys = torch.cat([self.keys[layer], k], dim=2)"), (APPEND_V, "values = torch.cat([self.values[layer], v], dim=2)"), ("T, S, G = q.shape[2], self.length, q", "T, S, G = q.shape[2], self.keys[layer].shape[2], q")),
+    Mutant("cache_decode", "Forgets what came before.", (APPEND_K, "self.keys[layer] = k"), (APPEND_V, "self.values[layer] = v"), ("T, S, G = q.shape[2], self.length, q", "T, S, G = q.shape[2], k.shape[2], q"), says="sees nothing"),
+    Mutant("cache_decode", "Overwrites the newest token.", (APPEND_K, "self.keys[layer] = torch.cat([self.keys[layer][:, :, :-1], k], dim=2)"), (APPEND_V, "self.values[layer] = torch.cat([self.values[layer][:, :, :-1], v], dim=2)"), ("T, S, G = q.shape[2], self.length, q", "T, S, G = q.shape[2], self.keys[layer].shape[2], q"), says="append"),
+    Mutant("cache_decode", "Uses is_causal, which lets one query see the first key only.", (SDPA, "return F.scaled_dot_product_attention(q, keys, values, is_causal=True)"), says="first key"),
+    Mutant("cache_decode", "Has no mask in the prefill.", (SDPA, "return F.scaled_dot_product_attention(q, keys, values)"), says="after itself"),
+    Mutant("cache_decode", "Stores all layers in one place.", ("if layer == len(self.keys):", "layer = 0\n        if not self.keys:"), ("T, S, G = q.shape[2], self.length, q", "T, S, G = q.shape[2], self.keys[0].shape[2], q"), says="of its own"),
+    Mutant("cache_decode", "Exchanges keys and values.", ("self.values.append(v)", "self.values.append(k)"), ("self.keys.append(k)", "self.keys.append(v)"), (APPEND_K, "self.keys[layer] = torch.cat([self.keys[layer], v], dim=2)"), (APPEND_V, "self.values[layer] = torch.cat([self.values[layer], k], dim=2)"), says="exchanged"),
+    Mutant("cache_decode", "Puts new tokens in front.", (APPEND_K, "self.keys[layer] = torch.cat([k, self.keys[layer]], dim=2)"), (APPEND_V, "self.values[layer] = torch.cat([v, self.values[layer]], dim=2)"), ("torch.arange(S) <=", "torch.arange(S) + (T == 1) * -S <="), (ARANGE, "return torch.arange(start, self.length)[None] - (start > 0)")),
+    Mutant("cache_decode", "Keeps keys and values in the class.", ("self.keys: list[Tensor] = []\n        self.values: list[Tensor] = []", "self.keys, self.values = KVCache.__dict__.get('k', ([], []))\n        KVCache.k = (self.keys, self.values)")),
+    Mutant("cache_decode", "Hides the newest token from itself.", ("torch.arange(S) <=", "torch.arange(S) <"), says="sees itself"),
+    Mutant("cache_decode", "Takes the first sequence for all.", ("keys = self.keys[layer].repeat", "keys = self.keys[layer][:1].expand_as(self.keys[layer]).repeat")),
+    Mutant("cache_decode", "Keeps float32 whatever comes.", ("self.keys.append(k)", "self.keys.append(k.float())"), ("self.values.append(v)", "self.values.append(v.float())"), says="raises"),
+    Mutant("cache_decode", "Has room for twelve tokens, then drops the oldest.", ("T, S, G = q.shape[2], self.length, q", "self.keys[layer], self.values[layer] = self.keys[layer][:, :, -12:], self.values[layer][:, :, -12:]\n        T, S, G = min(q.shape[2], 12), self.keys[layer].shape[2], q"), ("q, keys, values, attn", "q, keys, values, attn"), says=""),
+    Mutant("cache_decode", "Hands the layers their keys in the order of the calls, and starts the count anew too late.", ("if layer == len(self.keys):", "layer = getattr(self, 'calls', 0)\n        self.calls = (layer + 1) % (self.config.n_layers + 1)\n        if layer == len(self.keys):")),
+    # cache_chunks
+    Mutant("cache_chunks", "Uses is_causal, whose triangle starts at the first key.", (SDPA, "return F.scaled_dot_product_attention(q, keys, values, is_causal=T > 1)"), says="first key"),
+    Mutant("cache_chunks", "Masks nothing once something is cached.", (VISIBLE, "torch.arange(S) <= (torch.arange(S - T, S) if T == S else torch.full((T,), S))[:, None]"), says="after itself"),
+    Mutant("cache_chunks", "Starts positions at 0 in every chunk.", (ARANGE, "return torch.arange(n_tokens)[None]"), says="from 0 again"),
+    Mutant("cache_chunks", "Keeps the last token of a chunk only.", (APPEND_K, "self.keys[layer] = torch.cat([self.keys[layer], k[:, :, -1:]], dim=2)"), (APPEND_V, "self.values[layer] = torch.cat([self.values[layer], v[:, :, -1:]], dim=2)"), ("T, S, G = q.shape[2], self.length, q", "T, S, G = q.shape[2], self.keys[layer].shape[2], q")),
+    Mutant("cache_chunks", "Gives a chunk the position of its first token.", (ARANGE, "return torch.arange(start, start + 1)[None].expand(1, n_tokens) + (start == 0) * torch.arange(n_tokens)")),
+    Mutant("cache_chunks", "Takes any later pass for a decode step.", (VISIBLE, "torch.ones(T, S, dtype=torch.bool).tril(0 if T == S else S - 1)"), says="after itself"),
+    Mutant("cache_chunks", "Is off by one in a later chunk.", (VISIBLE, "torch.arange(S) <= torch.arange(S - T, S)[:, None] - int(T < S and T > 1)"), says="itself"),
+    Mutant("cache_chunks", "Lets a token of a later chunk see one too far.", (VISIBLE, "torch.arange(S) <= torch.arange(S - T, S)[:, None] + int(T < S)")),
+    Mutant("cache_chunks", "Forgets the first chunk when the third comes.", (APPEND_K, "old, self.keys[layer] = self.keys[layer], torch.cat([self.keys[layer], k], dim=2)"), ("visible = ", "skip = 0 if S - T < 4 else 2\n        visible = (torch.arange(S) >= skip) & ("), ("torch.arange(S - T, S)[:, None]  #", "torch.arange(S - T, S)[:, None])  #")),
+    # cache_full
+    Mutant("cache_full", "Never refuses.", (f"        {CHECK}\n            {REFUSE}\n", ""), says="ValueError"),
+    Mutant("cache_full", "Refuses one token too early.", (" > self.capacity:", " >= self.capacity:"), says="must hold 6"),
+    Mutant("cache_full", "Refuses one token too late.", (" > self.capacity:", " > self.capacity + 1:"), says="ValueError"),
+    Mutant("cache_full", "Counts the tokens before it refuses.", (f"        {CHECK}\n", "        self.length += n_tokens\n        if self.length > self.capacity:\n"), ("start, self.length = self.length, self.length + n_tokens", "start = self.length - n_tokens")),
+    Mutant("cache_full", "Empties itself when it is full.", (f"            {REFUSE}\n", f"            self.length, self.keys, self.values = 0, [], []\n            {REFUSE}\n")),
+    Mutant("cache_full", "Starts again from the left when it is full.", (REFUSE, "self.length, self.keys, self.values = 0, [], []"), says="ValueError"),
+    Mutant("cache_full", "Returns None when it is full.", (REFUSE, "return None"), says="whole numbers"),
+    Mutant("cache_full", "Drops the oldest token when it is full.", (REFUSE, "n = self.length + n_tokens - self.capacity\n            self.length -= n\n            self.keys = [x[:, :, n:] for x in self.keys]\n            self.values = [x[:, :, n:] for x in self.values]")),
+    Mutant("cache_full", "Raises another kind of exception.", ("raise ValueError(", "raise KeyError("), says="KeyError"),
+    Mutant("cache_full", "Refuses when the last layer is written.", (f"        {CHECK}\n            {REFUSE}\n", ""), ("T, S, G = q.shape[2], self.length, q", "if self.length > self.capacity:\n            raise ValueError('full')\n        T, S, G = q.shape[2], self.length, q")),
+    Mutant("cache_full", "Stops the program with an assert.", (f"        {CHECK}\n            {REFUSE}\n", "        assert self.length + n_tokens <= self.capacity\n"), says="AssertionError"),
+    # kv_bytes_per_token
+    Mutant("kv_bytes_per_token", "Stores keys alone.", ("return 2 * config", "return config"), says="twice"),
+    Mutant("kv_bytes_per_token", "Stores every query head.", ("n_kv_heads", "n_heads"), says="query heads"),
+    Mutant("kv_bytes_per_token", "Counts one layer.", ("config.n_layers * ", ""), says="layer"),
+    Mutant("kv_bytes_per_token", "Takes heads for layers.", ("config.n_layers", "config.n_heads"), says="counts heads"),
+    Mutant("kv_bytes_per_token", "Takes the width of the model.", ("config.n_kv_heads * config.head_dim", "config.d_model")),
+    Mutant("kv_bytes_per_token", "Knows 16 bits only.", ("* element_bytes", "* 2"), says="bytes of an element"),
+    # largest_batch
+    Mutant("largest_batch", "Forgets the weights.", ("free = memory - config.parameter_count * weight_bytes", "free = memory"), says="weights"),
+    Mutant("largest_batch", "Rounds up.", ("int(free // a_user)", "-int(-free // a_user)"), says="round down"),
+    Mutant("largest_batch", "Gives a part of a user.", ("int(free // a_user)", "free / a_user"), says="whole"),
+    Mutant("largest_batch", "Goes below 0.", ("max(0, int(free // a_user))", "int(free / a_user)"), says="0 users"),
+    Mutant("largest_batch", "Leaves the input embedding out.", ("- config.parameter_count", "- config.streamed_params")),
+    Mutant("largest_batch", "Stores every query head.", ("n_kv_heads", "n_heads"), says="query heads"),
+    Mutant("largest_batch", "Forgets the context.", ("context * 2", "2"), says="context"),
+    Mutant("largest_batch", "Keeps at least one user.", ("max(0,", "max(1,")),
+    Mutant("largest_batch", "Stores keys and values in the precision of the weights.", ("* element_bytes", "* weight_bytes")),
+    Mutant("largest_batch", "Takes bytes for binary gigabytes.", ("free = memory -", "free = memory / 1e9 * 2**30 -")),
+    # predict_speedup
+    Mutant("predict_speedup", "Compares FLOPs alone.", (STEP_NAIVE, "naive += (2 * P * i + 4 * A * L * i * i) / peak"), (STEP_CACHED, "cached += (2 * P + 4 * A * L * i) / peak"), says="FLOPs alone"),
+    Mutant("predict_speedup", "Compares bytes alone.", (STEP_NAIVE, "naive += weights / bandwidth"), (STEP_CACHED, "cached += (weights + a_token * i) / bandwidth"), says="bytes alone"),
+    Mutant("predict_speedup", "Compares the last step.", (STEP_NAIVE, STEP_NAIVE.replace("+=", "=")), (STEP_CACHED, STEP_CACHED.replace("+=", "=")), says="last step"),
+    Mutant("predict_speedup", "Adds the two limits.", (STEP_NAIVE, "naive += (2 * P * i + 4 * A * L * i * i) / peak + weights / bandwidth"), (STEP_CACHED, "cached += (2 * P + 4 * A * L * i) / peak + (weights + a_token * i) / bandwidth"), says="both"),
+    Mutant("predict_speedup", "Has it upside down.", ("naive / cached", "cached / naive"), says="upside down"),
+    Mutant("predict_speedup", "Forgets keys and values.", ("weights + a_token * i", "weights")),
+    Mutant("predict_speedup", "Lets attention grow in a straight line without a cache.", ("A * L * i * i", "A * L * i")),
+    Mutant("predict_speedup", "Knows 16 bits only.", ("weights = P * element_bytes", "weights = P * 2")),
+    Mutant("predict_speedup", "Takes half of n.", ("return naive / cached", "return n / 2")),
+    # speedup_guesses
+    Mutant("speedup_guesses", "Takes the ratio of FLOPs on both.", ("return 27.0, 1.0", "return 257.0, 100.0"), says="On the CPU"),
+    Mutant("speedup_guesses", "Thinks that a cache always pays.", ("27.0, 1.0", "27.0, 3.0"), says="On the H100"),
+    Mutant("speedup_guesses", "Thinks that it gains nothing on a CPU.", ("27.0, 1.0", "1.0, 1.0"), says="On the CPU"),
+    Mutant("speedup_guesses", "Gives one number.", ("27.0, 1.0", "27.0"), says="two numbers"),
+    Mutant("speedup_guesses", "Exchanges the machines.", ("27.0, 1.0", "1.0, 27.0"), says="On the CPU"),
+]  # fmt: skip
