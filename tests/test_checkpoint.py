@@ -23,6 +23,7 @@ from minillm.checkpoint import config_from_hf, load_gguf, load_safetensors, rand
 from minillm.config import KNOWN_MODELS, llama3_rope_factors
 from minillm.errors import MinillmError, UsageError
 from minillm.stages.naive import NoCache
+from minillm.tokenizer import byte_tokenizer
 
 transformers = pytest.importorskip("transformers")
 
@@ -117,6 +118,12 @@ def test_load_takes_a_folder_and_the_meta_device(tmp_path: Path) -> None:
     tiny("llama").save_pretrained(tmp_path)
     assert load_safetensors(tmp_path, "meta").embed.weight.is_meta
     assert read_config(tmp_path).name == tmp_path.name
+
+
+def test_a_folder_may_be_given_as_a_path(tmp_path: Path) -> None:
+    tiny("llama").save_pretrained(tmp_path)
+    byte_tokenizer(256).backend.save(str(tmp_path / "tokenizer.json"))
+    assert minillm.load(tmp_path, "meta")[0].config == minillm.load(str(tmp_path), "meta")[0].config
 
 
 def test_tied_checkpoint_with_a_head_of_its_own_uses_the_embedding(tmp_path: Path) -> None:
