@@ -9,8 +9,10 @@ One letter a dimension, here and in every other file:
 """
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import SupportsIndex
 
 from minillm.errors import MinillmError, UsageError
 
@@ -198,6 +200,18 @@ KNOWN_MODELS = _table(
         ModelConfig("tiny", 2, 32, 4, 2, 8, 64, 320, 256),
     ]
 )  # fmt: skip
+
+
+def check_token(token: SupportsIndex, vocab_size: int) -> int:
+    """A token id, be it Python's, NumPy's or one of a tensor, as an int. Raises `UsageError` for what is no id here."""
+    try:
+        value = operator.index(token)
+    except TypeError:
+        value = -1
+    if not 0 <= value < vocab_size:
+        shown = " ".join(repr(token).split())[:80]
+        raise UsageError(f"Token id {shown} is not a whole number from 0 to {vocab_size - 1}.")
+    return value
 
 
 def known_model(name: str) -> ModelConfig:

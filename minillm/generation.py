@@ -3,11 +3,12 @@
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
 
-from minillm.config import ModelConfig
+from minillm.config import ModelConfig, check_token
 from minillm.errors import MinillmError, UsageError
 from minillm.model import Transformer
 
@@ -97,24 +98,22 @@ class Recorder:
         return Generation(self._tokens, self._clock)
 
 
-def check_prompt(config: ModelConfig, prompt: Sequence[int], max_new_tokens: int) -> None:
-    """Raise `UsageError` unless the prompt holds token ids of this model and it and its answer fit the positions."""
-    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+def check_prompt(config: ModelConfig, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
+    """The prompt as a list. Raises `UsageError` unless it holds token ids and with its answer fits the model's positions."""
+    if not isinstance(max_new_tokens, SupportsIndex) or max_new_tokens < 1:
         raise UsageError(f"max_new_tokens is {max_new_tokens!r}; ask for at least 1.")
     if len(prompt) == 0:
         raise UsageError("The prompt is empty: give at least one token.")
-    for token in prompt:
-        if not isinstance(token, int) or not 0 <= token < config.vocab_size:
-            raise UsageError(f"Token id {token!r} is not a whole number from 0 to {config.vocab_size - 1}.")
+    ids = [check_token(token, config.vocab_size) for token in prompt]
     needed = len(prompt) + max_new_tokens - 1  # the last new token is never fed back
     if needed > config.max_positions:
         raise UsageError(
             f"A prompt of {len(prompt)} tokens with {max_new_tokens} new ones passes the {config.max_positions} positions "
             f"of {config.name}: shorten the prompt or ask for fewer tokens."
         )
+    return ids
 
 
 def prompt_tensor(model: Transformer, prompt: Sequence[int], max_new_tokens: int) -> Tensor:
     """The checked prompt as a (1, T) tensor on the model's device. Raises `UsageError` as `check_prompt` does."""
-    check_prompt(model.config, prompt, max_new_tokens)
-    return torch.tensor([list(prompt)], device=model.device)
+    return torch.tensor([check_prompt(model.config, prompt, max_new_tokens)], device=model.device)

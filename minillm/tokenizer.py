@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from minillm import chat_template
 from minillm.checkpoint_config import read_json
+from minillm.config import check_token
 from minillm.errors import MinillmError, UsageError
 from minillm.gguf_file import GGUFFile
 from minillm.text_stream import BYTE_OF_LETTER, ByteStream, TextStream, WindowStream
@@ -65,12 +66,9 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids` without special tokens; bytes that are no UTF-8 become U+FFFD. Raises `UsageError` for a bad id."""
-        return str(self.backend.decode([self._check(token) for token in ids], skip_special_tokens=True))
-
-    def _check(self, token: int) -> int:
-        if not isinstance(token, int) or not 0 <= token < self.vocab_size:
-            raise UsageError(f"Token id {token!r} is not a whole number from 0 to {self.vocab_size - 1}.")
-        return token
+        return str(
+            self.backend.decode([check_token(token, self.vocab_size) for token in ids], skip_special_tokens=True)
+        )
 
     def chat(self, messages: str | Sequence[Mapping[str, Any]]) -> list[int]:
         """The ids of a conversation, up to where the assistant is to go on; a string is one message of the user.
@@ -92,7 +90,7 @@ class Tokenizer:
 
     def token_text(self, token: int) -> str:
         """How the vocabulary writes a token; empty for one that decoding leaves out. Raises `UsageError` for a bad id."""
-        self._check(token)
+        token = check_token(token, self.vocab_size)
         return "" if token in self._silent else self.backend.id_to_token(token) or ""
 
 

@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from helpers import (
@@ -367,6 +368,8 @@ BAD_REQUESTS = {
     "text as token id": (["a"], 5, "'a' is not a whole number"),
     "None": ([None], 5, "None is not a whole number"),
     "text as prompt": ("hello", 5, "'h' is not a whole number"),
+    "batch as prompt": (torch.ones(1, 5000, dtype=torch.int64), 5, "is not a whole number"),
+    "tensor of fractions": (torch.ones(3), 5, "tensor(1.) is not a whole number"),
     "prompt too long": ([1] * 193, 1, "193 tokens with 1 new ones passes the 192 positions"),
     "answer too long": ([1] * 100, 94, "100 tokens with 94 new ones passes the 192 positions"),
     "no new tokens": ([1, 2], 0, "max_new_tokens is 0"),
@@ -393,6 +396,13 @@ def test_a_bad_request_is_refused_in_one_sentence(
 @pytest.mark.parametrize("token", [0, 96])
 def test_the_first_and_the_last_token_id_are_accepted(generate: Stage, token: int, model: Transformer) -> None:
     assert len(generate(model, [token], 2).tokens) == 2
+
+
+@every_stage
+def test_ids_may_be_those_of_numpy_and_of_tensors(generate: Stage, model: Transformer) -> None:
+    expected = generate(model, [3, 1, 4], 3).tokens
+    for prompt in ((3, 1, 4), np.array([3, 1, 4]), torch.tensor([3, 1, 4]), torch.tensor([3, 1, 4], dtype=torch.int32)):
+        assert generate(model, cast(Any, prompt), cast(Any, np.int64(3))).tokens == expected
 
 
 # --- Shapes without numbers ------------------------------------------------------------------------------------------

@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import tokenizers
+import torch
 from helpers import is_one_sentence
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -387,6 +389,13 @@ def test_work_a_token_does_not_grow_with_the_text(pattern: list[int]) -> None:
         ids = pattern * (2048 // len(pattern))
         streamed(tokenizer, ids)
         assert tokenizer.decoded < 8 * len(ids)
+
+
+def test_ids_of_numpy_and_of_tensors_are_decoded() -> None:
+    tokenizer = byte_tokenizer(300)
+    ids = tokenizer.encode("as you like it")
+    for form in (np.array(ids), torch.tensor(ids), tuple(ids)):
+        assert tokenizer.decode(form) == "as you like it"  # type: ignore[arg-type]
 
 
 # --- What is refused
