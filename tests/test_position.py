@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from minillm.roofline.hardware import HARDWARE
 from minillm.roofline.position import (
     Position,
     bound,
+    count_run,
     limits,
     meta_twin,
     phase_costs,
@@ -51,6 +53,7 @@ def cost(**calls: int) -> Cost:
     return Cost(Counter({operators[name]: n for name, n in calls.items()}))
 
 
+@cache
 def decode(model: str | ModelConfig, context: int, batch: int = 1, ceilings: Ceilings = H100) -> Position:
     config = KNOWN_MODELS[model] if isinstance(model, str) else model
     return predict_stage(STAGES["kv_cache"], config, ceilings, context, batch)[1]
@@ -137,10 +140,11 @@ def test_decode_is_n_tokens_minus_one_in_cost_and_in_time() -> None:
     assert phase_seconds([0.5, 0.7, 1.0]) == {"prefill": 0.5, "decode": 0.5}
     assert phase_seconds([0.5]) == {"prefill": 0.5}
     for stage in STAGES.values():
-        costs = phase_costs(stage, meta_twin(KNOWN_MODELS["tiny"], torch.float32), 5, 6)
+        twin = meta_twin(KNOWN_MODELS["tiny"], torch.float32)
+        costs = phase_costs(stage, twin, 5, 6)
         assert list(costs) == ["prefill", "decode"]
-        alone = phase_costs(stage, meta_twin(KNOWN_MODELS["tiny"], torch.float32), 5, 1)
-        assert costs["prefill"].calls == alone["prefill"].calls
+        assert costs["prefill"].calls == count_run(stage, twin, 5, 1).calls
+        assert (costs["prefill"] + costs["decode"]).calls == count_run(stage, twin, 5, 6).calls
 
 
 def test_the_decode_step_attends_over_the_whole_context() -> None:

@@ -296,14 +296,12 @@ class CountingMode(TorchDispatchMode):
                 return result
         result = self.call(func, args, kwargs)
         targets = {argument.name for argument in func._schema.arguments if argument.is_out}
-        read_kwargs = {
-            name: value for name, value in kwargs.items() if name not in targets
-        }  # what is under out= is not
+        read_kwargs = {name: x for name, x in kwargs.items() if name not in targets}  # out= is only written
         inputs, outputs = _tensors((args, read_kwargs)), _tensors(result)
         op = self._operator(func, result, inputs, outputs, args, read_kwargs)
         if op is not None:
             self.record(op)
-        given = set() if func is aten.lift_fresh.default else set(map(_storage, _tensors((args, kwargs))))
+        given = set() if func is aten.lift_fresh.default else set(map(_storage, inputs + _tensors(kwargs)))
         for x in outputs:  # lift_fresh: the end of torch.tensor(...), a constant and no weight
             if func in _ALLOCATIONS:
                 self._intermediate.discard(_storage(x))
