@@ -1,5 +1,6 @@
 """What every stage's `generate` shares: checking the request, recording tokens and their times, the result."""
 
+import operator
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
@@ -73,14 +74,20 @@ class Clock:
 
 
 class Recorder:
-    """Collects a request's tokens as they come. The host looks at a token only when someone asked to see it."""
+    """Collects a request's tokens as they come. The host looks at a token only when someone asked to see it.
+
+    Raises `UsageError` for stop tokens that are no ids.
+    """
 
     def __init__(
         self, device: torch.device, stop_tokens: Collection[int] = (), on_token: OnToken | None = None
     ) -> None:
         self._tokens: list[Tensor] = []
         self._clock = Clock(device)
-        self._stop_tokens = frozenset(stop_tokens)
+        try:  # as ints: tensors of equal ids are not equal keys of a set
+            self._stop_tokens = frozenset(map(operator.index, stop_tokens))
+        except TypeError:
+            raise UsageError(f"stop_tokens is {stop_tokens!r}; give a collection of token ids, such as [2].") from None
         self._on_token = on_token
 
     def add(self, token: Tensor) -> bool:

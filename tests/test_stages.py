@@ -405,6 +405,23 @@ def test_ids_may_be_those_of_numpy_and_of_tensors(generate: Stage, model: Transf
         assert generate(model, cast(Any, prompt), cast(Any, np.int64(3))).tokens == expected
 
 
+@every_stage
+def test_stop_tokens_may_be_any_collection_of_ids(generate: Stage, model: Transformer) -> None:
+    tokens = generate(model, [3, 1, 4], 6).tokens
+    until = tokens[: tokens.index(tokens[2]) + 1]
+    stop = tokens[2]
+    for collection in ([stop], (stop,), {stop}, {stop: "end"}, np.array([stop]), torch.tensor([stop, 96])):
+        assert generate(model, [3, 1, 4], 6, stop_tokens=cast(Any, collection)).tokens == until
+
+
+@every_stage
+@pytest.mark.parametrize("stop", [7, None, ["</s>"], [1.5]])
+def test_stop_tokens_that_are_no_collection_of_ids_are_refused(generate: Stage, stop: Any, model: Transformer) -> None:
+    with pytest.raises(UsageError, match="give a collection of token ids") as error:
+        generate(model, [3, 1, 4], 6, stop_tokens=stop)
+    assert is_one_sentence(str(error.value))
+
+
 # --- Shapes without numbers ------------------------------------------------------------------------------------------
 
 
