@@ -1,7 +1,8 @@
 """The two stages: the same tokens, whatever the cache, the chunks, the capacity or the request before."""
 
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import numpy as np
@@ -343,6 +344,17 @@ def test_times_increase_and_there_is_one_a_token(generate: Stage, n: int, model:
     generation = generate(model, random_prompt(5, 97), n)
     assert len(generation) == len(generation.tokens) == len(generation.times) == n
     assert all(a < b for a, b in zip([0.0, *generation.times], generation.times, strict=False))
+
+
+@every_stage
+def test_times_count_from_the_beginning_of_the_call(generate: Stage, model: Transformer) -> None:
+    class SlowPrompt(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            time.sleep(0.1)
+            return super().__iter__()
+
+    # Checking the prompt is part of what the reader waits for. Without the 100 ms a tiny model's token takes a few.
+    assert generate(model, SlowPrompt([3, 1, 4]), 1).times[0] >= 0.1
 
 
 @every_stage

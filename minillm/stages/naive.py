@@ -76,7 +76,7 @@ def generate(
     on_token: OnToken | None = None,
 ) -> Generation:
     """Generate up to `max_new_tokens` after the prompt. Raises `UsageError` for a prompt that cannot run."""
+    recorder = Recorder(model.device, stop_tokens, on_token)  # its clock starts here
     tokens = prompt_tensor(model, prompt, max_new_tokens)  # (1, T)
-    recorder = Recorder(model.device, stop_tokens, on_token)
     run(model, tokens, max_new_tokens, fresh(sampler), recorder)
     return recorder.finish()
