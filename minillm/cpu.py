@@ -7,6 +7,7 @@ not Intel's, `load` exchanges the linear layers, from outside: same weights, sam
 """
 
 import platform
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -16,21 +17,29 @@ from minillm.model import Transformer
 
 
 class OneDNNLinear(nn.Linear):
-    """x W^T + b in float32 by oneDNN. Shares the parameters of the layer that it stands for."""
+    """x W^T + b by oneDNN while the weights are float32 on the CPU, and the plain layer after a move to elsewhere.
+
+    Shares the parameters of the layer that it stands for.
+    """
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
         self.weight, self.bias = linear.weight, linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
+        if not _is_cpu_fp32(self.weight):
+            return super().forward(x)
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
 
 
 def fastest_linear(linear: nn.Linear) -> nn.Linear:
     """The layer itself, or one of oneDNN with its weights: for float32 on a processor that MKL is not made for."""
     has_onednn = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    on_cpu = linear.weight.device.type == "cpu" and linear.weight.dtype == torch.float32
-    return OneDNNLinear(linear) if on_cpu and has_onednn and not _is_intel() else linear
+    return OneDNNLinear(linear) if _is_cpu_fp32(linear.weight) and has_onednn and not _is_intel() else linear
+
+
+def _is_cpu_fp32(weight: Tensor) -> bool:
+    return weight.is_cpu and weight.dtype is torch.float32
 
 
 def use_fastest_linear(model: Transformer) -> Transformer:
@@ -42,6 +51,7 @@ def use_fastest_linear(model: Transformer) -> Transformer:
     return model
 
 
+@cache  # asked for once a layer, and on a large machine the file is long
 def processor_name() -> str:
     """What the processor calls itself, or its architecture where that cannot be read."""
     try:

@@ -52,6 +52,16 @@ def test_exchanged_layers_keep_weights_ties_and_tokens(other_processor: None) ->
     assert kv_cache.generate(model, [1, 2, 3], 12).tokens == before
 
 
+@pytest.mark.parametrize("place", [torch.float64, torch.bfloat16, "meta"], ids=str)
+def test_a_model_may_be_moved_after_the_exchange(place: torch.dtype | str, other_processor: None) -> None:
+    model = use_fastest_linear(random_model(TINY)).to(place)
+    plain = random_model(TINY).to(place)
+    tokens = torch.tensor([[5, 6, 7]], device=model.device)
+    logits, expected = model(tokens, NoCache(model)), plain(tokens, NoCache(plain))
+    assert (logits.shape, logits.dtype, logits.device) == (expected.shape, expected.dtype, expected.device)
+    assert place == "meta" or torch.equal(logits, expected)
+
+
 def test_exchanged_layers_are_counted_like_linear_ones(other_processor: None) -> None:
     plain, exchanged = random_model(TINY), use_fastest_linear(random_model(TINY))
     costs = [count(lambda m=model: kv_cache.generate(m, [1, 2, 3], 3)) for model in (plain, exchanged)]
