@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,31 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Neighbours:
+    """How many cores other processes kept busy since this was made. On a shared machine, a figure is worth what this says."""
+
+    def __init__(self) -> None:
+        self._start = self._read()
+
+    def busy_cores(self) -> float | None:
+        """None where the system does not tell (it does on Linux)."""
+        now = self._read()
+        if now is None or self._start is None:
+            return None
+        (wall, everyone, we), (wall_0, everyone_0, we_0) = now, self._start
+        return max(0.0, (everyone - everyone_0) - (we - we_0)) / (wall - wall_0)
+
+    @staticmethod
+    def _read() -> tuple[float, float, float] | None:
+        try:
+            fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+        except OSError:
+            return None
+        user, nice, system, _idle, _waiting, irq, soft_irq, stolen = map(int, fields)
+        ticks = user + nice + system + irq + soft_irq + stolen
+        return time.monotonic(), ticks / os.sysconf("SC_CLK_TCK"), time.process_time()
 
 
 def _versions() -> dict[str, str]:

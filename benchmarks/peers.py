@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 from engines import PACKAGE_OF, Engine, LlamaCpp, Minillm, Transformers, is_installed
-from machine import describe
+from machine import Neighbours, describe
 from rich.console import Console
 
 import minillm
@@ -32,6 +32,7 @@ from minillm.tokenizer import Tokenizer
 MODEL = "smollm2-135m"
 TARGETS = {"decode": 1.15, "prefill": 1.0}  # how many times as fast as transformers, in the same precision
 PREFILLS = 3  # calls a round; one alone is short enough to be hit by noise
+BUSY = 0.1  # cores that other processes may use before the output warns
 WARM_UPS = 2  # uncounted runs of each engine: pages, plans, the allocator
 
 TEXT = (
@@ -101,20 +102,47 @@ def sample(engine: Engine, request: Request) -> Sample:
     return Sample((request.new_tokens - 1) / (whole - first), prefill)
 
 
+@dataclass
+class Measured:
+    """For each engine its samples, one a round. `others_busy_cores` is what other processes took in the worst of them."""
+
+    samples: list[list[Sample]]
+    others_busy_cores: float | None = None
+    disturbed_rounds: int = 0  # thrown away and repeated
+
+
 def measure(
-    engines: Sequence[Engine], request: Request, rounds: int, on_round: Callable[[int], None] = lambda _: None
-) -> list[list[Sample]]:
-    """For each engine its samples, one a round. The engines take turns: A, B, C, A, B, C, ..."""
+    engines: Sequence[Engine],
+    request: Request,
+    rounds: int,
+    patience: float = 0.0,
+    on_round: Callable[[str], None] = lambda _: None,
+) -> Measured:
+    """Let the engines take turns: A, B, C, A, B, C, ...
+
+    For up to `patience` seconds, a round in which other processes kept more than `BUSY` cores busy is repeated. What decides
+    is what they did, never the times that were measured.
+    """
     for engine in engines:
         for _ in range(WARM_UPS):
             engine.generate(request.prefill_prompt, 1)
             engine.generate(request.decode_prompt, min(request.new_tokens, 8))
-    samples: list[list[Sample]] = [[] for _ in engines]
-    for i in range(rounds):
-        for engine, taken in zip(engines, samples, strict=True):
-            taken.append(sample(engine, request))
-        on_round(i + 1)
-    return samples
+    measured, start, done = Measured([[] for _ in engines]), time.perf_counter(), 0
+    while done < rounds:
+        neighbours = Neighbours()
+        taken = [sample(engine, request) for engine in engines]
+        busy = neighbours.busy_cores()
+        if busy is not None and busy > BUSY and time.perf_counter() - start < patience:
+            measured.disturbed_rounds += 1
+            on_round(f"a round was disturbed ({busy:.2f} cores busy with other work): again")
+            continue
+        done += 1
+        on_round(f"round {done} done")
+        if busy is not None:
+            measured.others_busy_cores = max(busy, measured.others_busy_cores or 0.0)
+        for samples, one in zip(measured.samples, taken, strict=True):
+            samples.append(one)
+    return measured
 
 
 def times_as_fast(ours: Sequence[Sample], theirs: Sequence[Sample]) -> dict[str, list[float]]:
@@ -214,6 +242,10 @@ def show(console: Console, result: dict[str, Any]) -> None:
         whose = f"{row['engine']} ({row['precision']})"
         console.print(f"Greedy tokens of {whose} equal to minillm's: {row['equal_tokens']} of {row['of']}.")
 
+    busy = result["others_busy_cores"]
+    if busy is not None and busy > BUSY:
+        console.print(f"Do not trust these figures: other processes kept up to {busy:.2f} cores busy.")
+
 
 def _figures(values: dict[str, Any], scale: float = 1.0) -> str:
     return f"{values['median'] * scale:.3g} ({values['min'] * scale:.3g} to {values['max'] * scale:.3g})"
@@ -260,6 +292,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=_positive, default=64, metavar="N", help="of decode (default: 64)")
     parser.add_argument("--decode-prompt", type=_positive, default=40, metavar="N", help="its prompt (default: 40)")
     parser.add_argument("--prefill-prompt", type=_positive, default=256, metavar="N", help="tokens (default: 256)")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=0,
+        metavar="S",
+        help="seconds in which disturbed rounds are repeated (default: 0)",
+    )
     parser.add_argument("--json", metavar="FILE", help="write everything measured as JSON")
     return parser.parse_args(argv)
 
@@ -310,15 +349,17 @@ def run(args: argparse.Namespace) -> None:
     description = describe(pick_device(args.device))
     agreement = check_answers(engines, request)
     console.print(f"{description['machine']['device']}, {len(engines)} engines, {args.rounds} rounds")
-    samples = measure(engines, request, args.rounds, lambda i: console.print(f"[dim]round {i} done[/dim]"))
+    measured = measure(engines, request, args.rounds, args.patience, lambda text: console.print(text, style="dim"))
     result = description | {
         "settings": {
             "model": args.model, "batch": 1, "rounds": args.rounds, "decode_prompt_tokens": args.decode_prompt,
             "new_tokens": args.max_new_tokens, "prefill_prompt_tokens": args.prefill_prompt,
             "targets_beside_transformers": TARGETS,
         },
-        **summarize(engines, samples),
+        **summarize(engines, measured.samples),
         "agreement": agreement,
+        "others_busy_cores": measured.others_busy_cores,
+        "disturbed_rounds": measured.disturbed_rounds,
     }  # fmt: skip
     show(console, result)
     if args.json:
