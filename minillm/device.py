@@ -9,7 +9,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def pick_device(name: str | torch.device | None = None) -> torch.device:
-    """The device called `name`; by default CUDA where there is one, else the CPU.
+    """The device called `name`; by default CUDA where there is one, else the CPU. Apple's mps is accepted and untested.
 
     Raises `UsageError` for a name that is no device, `MinillmError` for a device that this machine lacks.
     """
@@ -33,6 +33,14 @@ def pick_device(name: str | torch.device | None = None) -> torch.device:
     elif device.type not in ("cpu", "meta"):
         raise UsageError(f"Device {name!r} is not supported: choose cpu, cuda or mps.")
     return device
+
+
+def wait_for(device: torch.device) -> None:
+    """Return when the device has done all that was asked of it. A CPU always has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
 
 
 def pick_dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dtype:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from minillm.config import ModelConfig, check_token
+from minillm.device import wait_for
 from minillm.errors import MinillmError, UsageError
 from minillm.model import Transformer
 
@@ -45,7 +46,10 @@ class Generation:
 
 
 class Clock:
-    """Marks moments without making the host wait: CUDA events on a GPU, `time.perf_counter` elsewhere."""
+    """Marks moments without making the host wait: CUDA events on a GPU, `time.perf_counter` elsewhere.
+
+    On mps, which is untested, the host waits at each mark: `perf_counter` alone would tell when work was asked for.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"
@@ -55,6 +59,7 @@ class Clock:
 
     def _now(self) -> "torch.cuda.Event | float":
         if not self.on_gpu:
+            wait_for(self._device)
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))

@@ -1,13 +1,17 @@
 """Measured ceilings and the datasheet table. Times are checked for sanity only: a shared machine promises nothing."""
 
 import statistics
+import time
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import replace
 
 import pytest
 import torch
 
+from minillm.device import wait_for
 from minillm.errors import UsageError
+from minillm.roofline import ceilings
 from minillm.roofline.ceilings import CeilingMeter, Ceilings, device_name, seconds
 from minillm.roofline.hardware import HARDWARE, datasheet_ceilings, known_hardware
 
@@ -107,9 +111,23 @@ def test_rates_are_work_over_time(meter: CeilingMeter, monkeypatch: pytest.Monke
     assert 0 < overhead < 2.0 / 500  # shared by hundreds of operators
 
 
-def test_seconds_are_those_of_the_call() -> None:
-    import time
+def test_a_gpu_reads_a_small_working_set_several_times(meter: CeilingMeter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bandwidth is bytes over time all the same: of one read of 1 MiB, most would be the launch."""
+    monkeypatch.setattr("minillm.roofline.ceilings.seconds", lambda fn, device: (fn(), 2.0)[1])
+    on_gpu = copy(meter)
+    on_gpu.device = torch.device("cuda")
+    assert on_gpu._measure()[0] == ceilings.GPU_READS * meter._measure()[0]
 
+
+def test_waiting_is_for_the_device_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    wait_for(CPU)
+    wait_for(torch.device("cuda:1"))
+    assert waited == [torch.device("cuda:1")]
+
+
+def test_seconds_are_those_of_the_call() -> None:
     assert seconds(lambda: time.sleep(0.01), CPU) >= 0.01
 
 

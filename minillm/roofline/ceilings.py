@@ -9,7 +9,6 @@ workload, and reports medians. Datasheet figures stand beside these, never in th
 """
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -18,11 +17,14 @@ from torch import nn
 
 from minillm.config import KNOWN_MODELS
 from minillm.cpu import fastest_linear, processor_name, use_fastest_linear
-from minillm.device import DTYPE_NAMES
+from minillm.device import DTYPE_NAMES, wait_for
+from minillm.generation import Clock
 from minillm.model import Transformer
 from minillm.roofline.counting import count
 from minillm.stages.kv_cache import KVCache
 
+GPU_BYTES_READ = 2 * 2**30  # for a sample of a GPU's bandwidth: some 500 us, beside which a launch is little
+GPU_READS = 100  # at most, to get there
 OPERATORS_TIMED = 2_000  # tiny operators a sample of the overhead: some milliseconds
 LARGEST_BUFFER = 8 * 2**30  # bytes read for a sample of the bandwidth, whatever the working set
 MATRIX_SIZE = {"cpu": 1024, "cuda": 8192, "mps": 2048}
@@ -66,14 +68,12 @@ def device_name(device: torch.device) -> str:
 
 
 def seconds(fn: Callable[[], object], device: torch.device) -> float:
-    """Wall-clock seconds of `fn()`, from an idle device until it is idle again."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
+    """Seconds of `fn()`, from an idle device until it is idle again, by the clock that times generations."""
+    wait_for(device)
+    clock = Clock(device)
     fn()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
+    clock.mark()
+    return clock.seconds()[0]
 
 
 class CeilingMeter:
@@ -98,7 +98,9 @@ class CeilingMeter:
 
     @torch.inference_mode()
     def _measure(self) -> tuple[float, float, float]:
-        read = seconds(lambda: self._buffer.sum(), self.device)
+        on_cpu = self.device.type == "cpu"
+        reads = 1 if on_cpu else min(GPU_READS, -(-GPU_BYTES_READ // self._buffer.nbytes))
+        read = seconds(lambda: [self._buffer.sum() for _ in range(reads)], self.device) / reads
         product = seconds(lambda: self._product(self._matrix), self.device)
         steps = -(-OPERATORS_TIMED // self._tiny_cost)
         tiny = seconds(lambda: [self._tiny() for _ in range(steps)], self.device)

@@ -4,10 +4,12 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from minillm.device import wait_for
 from minillm.generation import Recorder
 from minillm.model import Transformer
 from minillm.roofline.ceilings import Ceilings
@@ -34,7 +36,7 @@ class _TimingMode(CountingMode):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.seconds: dict[Operator, float] = defaultdict(float)
-        self._wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        self._wait = partial(wait_for, device)
         self._last = 0.0
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
