@@ -48,11 +48,10 @@ class Answer:
             return value
         hint = _hint(value, likely or {}, rtol)
         if value is None and not hint:
-            raise self.wrong("returns None where a number is due: is there a return?")
+            raise self.wrong("returns None where a number is due (is there a return?).")
         if not hint and value is not None and expected:
             hint = next((f" {text}" for scale, text in _SCALES.items() if _close(value, expected * scale, rtol)), "")
-        right, given = ("None" if x is None else f"{x:.6g}" for x in (expected, value))
-        raise self.wrong(f"should give {right}, not {given}.{hint}")
+        raise self.wrong(f"should give {_show(expected)}, not {_show(value)}.{hint}")
 
     def numbers(
         self, expected: Sequence[float], likely: Mapping[str, Sequence[float]] | None = None, rtol: float = 1e-6
@@ -178,6 +177,13 @@ def _hint(value: float | None, likely: Mapping[str, float | None], rtol: float) 
         elif _close(value, wrong, rtol):
             near.append((abs(value - wrong), text))
     return f" {min(near)[1]}" if near else ""
+
+
+def _show(value: float | None) -> str:
+    try:
+        return f"{value:.6g}" if value is not None else "None"
+    except OverflowError:
+        return "a whole number of more than 300 digits"
 
 
 def _short(values: Sequence[float]) -> str:

@@ -68,6 +68,8 @@ def make_notebook(solution: str, chapter: str, exercises: Mapping[str, tuple[tup
                 cells.append(_code(f'check("{chapter}/{name}", {", ".join(needs)})', verdict))
     for number, cell in enumerate(cells):
         cell["id"] = f"{chapter}-{number:02d}"
+    for number, cell in enumerate((cell for cell in cells if cell["cell_type"] == "code"), start=1):
+        cell["execution_count"] = number  # nbval compares the outputs of cells that were run
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     notebook = {
         "cells": cells,

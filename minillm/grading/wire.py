@@ -50,6 +50,8 @@ def unpack(data: bytes, resolve: Resolve) -> dict[str, Any]:
     """The message again. Raises `Unreadable` for anything else, whatever it is."""
     try:
         (length,) = struct.unpack_from(">I", data)
+        if length > len(data) - 4:
+            raise Unreadable("a message that is cut off")
         blobs = memoryview(data)[4 + length :]
         header = json.loads(data[4 : 4 + length])
         return {key: _decode(value, blobs, resolve) for key, value in header.items()}
@@ -101,7 +103,7 @@ def _decode(value: Any, blobs: memoryview, resolve: Resolve) -> Any:
         return each(value)
     if not isinstance(value, dict):
         return value
-    tag = next(iter(value))
+    tag = next(iter(value), "")
     if tag == "tensor":
         name, shape, start = value[tag]
         return _decode_tensor(name, shape, start, blobs)

@@ -1,0 +1,344 @@
+"""What learners' files do to a grader: nothing. No trick earns a point, each costs its own exercise only, in one sentence."""
+
+import os
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from minillm.grading.channel import Workers
+from minillm.grading.engine import Grading, Result
+
+EXERCISES = Path(__file__).parents[1] / "exercises"
+GOOD = "def ridge(peak, bandwidth):\n    return peak / bandwidth\n"
+NAMES = ["ttft", "ridge"]
+LIMIT = 3.0
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    with Workers() as workers:
+        yield workers
+
+
+def grade(workers: Workers, folder: Path, code: str, names: list[str] = NAMES) -> dict[str, Result]:
+    """Results for a file with this `ttft`, and a right `ridge` after it."""
+    path = folder / "exercise.py"
+    path.write_text(code)
+    grading = Grading(EXERCISES, workers, time_limit=LIMIT)
+    return {r.exercise: r for r in grading.grade({"ch00": names}, lambda chapter: path)}
+
+
+def is_one_sentence(why: str) -> bool:
+    return "\n" not in why and why.endswith(".") and 15 < len(why) < 400 and "Traceback" not in why
+
+
+# What stands in `ttft`, and what its sentence says.
+BODIES = {
+    "endless loop": ("while True: pass", "never ends"),
+    "endless sleep": ("import time; time.sleep(1000)", "never ends"),
+    "endless recursion": ("return ttft(start, tokens)", "calls itself"),
+    "swallows interrupts": (
+        """
+        while True:
+            try:
+                while True: pass
+            except BaseException: pass
+        """,
+        "never ends",
+    ),
+    "abort": ("import os; os.abort()", "crashes Python"),
+    "segfault": ("import ctypes; ctypes.string_at(0)", "crashes Python"),
+    "kill": ("import ctypes; libc = ctypes.CDLL(None); libc.kill(libc.getpid(), 9)", "crashes Python (SIGKILL)"),
+    "sys.exit(0)": ("import sys; sys.exit(0)", "sys.exit"),
+    "os._exit(0)": ("import os; os._exit(0)", "return instead"),
+    "huge list": ("return [0] * 10**12", "memory"),
+    "huge tensor": ("import torch; return torch.zeros(10**12)", "memory"),
+    "growing list": (
+        """
+        x = []
+        while True: x.append(bytearray(1 << 24))
+        """,
+        "memory",
+    ),
+    "None": ("return", "None"),
+    "print and nothing": ("print(tokens[0] - start)", "None"),
+    "text": ("return str(tokens[0] - start)", "text"),
+    "truth": ("return True", "truth value"),
+    "NaN": ("return float('nan')", "NaN"),
+    "infinity": ("return float('inf')", "should give"),
+    "huge number": ("return 10**400", "should give"),
+    "number beyond printing": ("return 10**100_000", "number is due"),
+    "list": ("return [tokens[0] - start]", "a list"),
+    "itself": ("x = []; x.append(x); return x", "ttft("),
+    "deep": (
+        """
+        x = 0
+        for _ in range(100_000): x = [x]
+        return x
+        """,
+        "ttft(",
+    ),
+    "generator": ("yield tokens[0] - start", "generator"),
+    "always equal": (
+        """
+        class Yes:
+            def __eq__(self, other): return True
+            def __sub__(self, other): return 0.0
+            __rsub__ = __abs__ = __float__ = __sub__
+        return Yes()
+        """,
+        "Yes",
+    ),
+    "always equal float": (
+        """
+        class Yes(float):
+            def __eq__(self, other): return True
+            def __sub__(self, other): return 0.0
+            __hash__ = None
+        return Yes(5e9)
+        """,
+        "should give",
+    ),
+    "mutated input": ("first = tokens.pop(0); return first - start", "copy"),
+    "cleared input": ("first = tokens[0]; tokens.clear(); return first - start", "copy"),
+    "exception": ("return tokens[99]", "IndexError"),
+    "exception of many lines": ("raise RuntimeError('one\\ntwo\\nthree' * 500)", "RuntimeError"),
+    "exception that cannot be printed": (
+        """
+        class E(Exception):
+            def __str__(self): raise SystemExit
+        raise E
+        """,
+        "ttft(",
+    ),
+    "interrupt": ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+    "exit by signal": ("import signal, os; signal.raise_signal(signal.SIGTERM)", "crashes Python"),
+    "processes": ("import os; os.fork(); return 0.0", "os.fork"),
+    "commands": ("import subprocess; subprocess.run(['sleep', '1000'])", "not for an exercise"),
+    "kills the grader": ("import os; os.kill(os.getppid(), 9)", "not for an exercise"),
+    "patched comparison": (
+        """
+        import math
+        math.isclose = lambda *a, **k: True
+        return 0.0
+        """,
+        "should give",
+    ),
+    "patched grader": (
+        """
+        import minillm.grading as g, minillm.grading.answer as a, minillm.grading.engine as e
+        a.Answer.number = lambda *x, **k: None
+        a.ask = g.ask = lambda *x: None
+        e.run_grader = lambda *x: ('passed', '')
+        return 0.0
+        """,
+        "should give",
+    ),
+    "patched pytest": (
+        """
+        import builtins, sys
+        sys.modules['pytest'] = None
+        builtins.AssertionError = SystemExit
+        builtins.isinstance = lambda *x: True
+        return 0.0
+        """,
+        "ttft(",
+    ),
+    "forged message": (
+        """
+        import gc, socket, struct, json
+        for s in [o for o in gc.get_objects() if isinstance(o, socket.socket) and o.fileno() >= 0]:
+            m = json.dumps({'passed': True, 'returned': None, 'printed': 0}).encode()
+            m = struct.pack('>I', len(m)) + m
+            s.sendall(struct.pack('>Q', len(m)) + m)
+        return 0.0
+        """,
+        "ttft(",
+    ),
+    "noise on the socket": (
+        """
+        import gc, socket
+        for s in [o for o in gc.get_objects() if isinstance(o, socket.socket) and o.fileno() >= 0]:
+            s.sendall(b'\\xff' * 64)
+        return 0.0
+        """,
+        "ttft(",
+    ),
+    "half a message": (
+        """
+        import gc, socket, struct, time
+        for s in [o for o in gc.get_objects() if isinstance(o, socket.socket) and o.fileno() >= 0]:
+            s.sendall(struct.pack('>Q', 9999))
+        time.sleep(99)
+        """,
+        "never ends",
+    ),
+    "code in a dtype": ("import numpy as np; return np.array([lambda: 0], dtype=object)", "ndarray"),
+    "tensor of NaN": ("import torch; return torch.tensor(float('nan'))", "NaN"),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_trick_earns_nothing_and_costs_nothing(workers: Workers, tmp_path: Path, name: str) -> None:
+    body, says = BODIES[name]
+    began = time.monotonic()
+    body = textwrap.indent(textwrap.dedent(body), "    ")
+    results = grade(workers, tmp_path, f"def ttft(start, tokens):\n{body}\n\n\n{GOOD}")
+    assert (results["ttft"].status, results["ttft"].earned) == ("failed", 0)
+    assert says in results["ttft"].why, results["ttft"].why
+    assert is_one_sentence(results["ttft"].why), results["ttft"].why
+    assert (results["ridge"].status, results["ridge"].earned) == ("passed", 1), results["ridge"].why
+    assert time.monotonic() - began < LIMIT + 15
+
+
+FILES = {
+    "syntax error": ("def ttft(start, tokens)\n    return 0\n", "line 1 of exercise.py is not Python"),
+    "tabs and spaces": ("def ttft(start, tokens):\n\treturn 0\n        return 1\n", "is not Python"),
+    "import error": ("import nothing_of_this_name\n", "ModuleNotFoundError"),
+    "name error": ("ttft = undefined\n", "line 1 of exercise.py raises NameError"),
+    "exit on import": ("import sys\nsys.exit(0)\n", "SystemExit"),
+    "end on import": ("import os\nos._exit(0)\n", "ends Python"),
+    "crash on import": ("import os\nos.abort()\n", "crashes Python"),
+    "loop on import": ("while True: pass\n", "never ends"),
+    "no text": ("\x00\x00", "exercise.py"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_broken_file_is_not_graded_and_says_so_once(workers: Workers, tmp_path: Path, name: str) -> None:
+    code, says = FILES[name]
+    began = time.monotonic()
+    results = grade(workers, tmp_path, code + GOOD, ["ttft", "itl", "tpot", "ridge"])
+    assert {(r.status, r.earned) for r in results.values()} == {("not graded", 0)}
+    assert len({r.why for r in results.values()}) == 1
+    why = results["ttft"].why
+    assert says in why and is_one_sentence(why) and why.startswith("not graded, because")
+    assert time.monotonic() - began < LIMIT + 15  # the time limit is waited for once, not for each exercise
+
+
+def test_missing_file_is_not_graded(workers: Workers, tmp_path: Path) -> None:
+    result = Grading(EXERCISES, workers).grade_one("ch00", "ttft", tmp_path / "exercise.py")
+    assert result.status == "not graded" and "there is no" in result.why and is_one_sentence(result.why)
+
+
+@pytest.mark.parametrize(
+    "code", ["", "def time_to_first_token(start, tokens):\n    return 0.5\n", "ttft = None\n", "ttft = 5\n"]
+)
+def test_renamed_function_fails_and_says_which_name_must_stay(workers: Workers, tmp_path: Path, code: str) -> None:
+    results = grade(workers, tmp_path, code + GOOD)
+    assert results["ttft"].status == "failed" and "keep the name" in results["ttft"].why
+    assert is_one_sentence(results["ttft"].why)
+    assert results["ridge"].status == "passed"
+
+
+def test_wrong_number_of_parameters_is_told(workers: Workers, tmp_path: Path) -> None:
+    results = grade(workers, tmp_path, "def ttft(tokens):\n    return 0.5\n" + GOOD)
+    assert "TypeError" in results["ttft"].why and is_one_sentence(results["ttft"].why)
+
+
+def test_half_written_class_says_which_part_is_missing(workers: Workers, tmp_path: Path) -> None:
+    path = tmp_path / "exercise.py"
+    path.write_text(
+        "import torch\nclass KVCache:\n    def __init__(self, config, capacity):\n        self.length = 0\n"
+        "    def positions(self, n_tokens):\n        self.length += n_tokens\n"
+        "        return torch.arange(self.length - n_tokens, self.length)[None]\n"
+        "    def attend(self, layer, q, k, v):\n        raise NotImplementedError('Append k and v.')\n"
+    )
+    result = Grading(EXERCISES, workers).grade_one("ch02", "cache_decode", path)
+    assert (result.status, result.why) == ("failed", "A part is still to be written: Append k and v.")
+
+
+def test_much_printing_is_not_shown_and_is_mentioned(
+    workers: Workers, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    flood = (
+        "import os, sys\ndef ttft(start, tokens):\n    print('x' * 1_000_000)\n    os.write(1, b'y' * 1_000_000)\n"
+        "    return tokens[0] - start\n"
+    )
+    results = grade(workers, tmp_path, flood + GOOD)
+    assert results["ttft"].status == "passed"
+    assert "printed" in results["ttft"].why and is_one_sentence(results["ttft"].why)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_right_answers_of_unusual_types_pass(workers: Workers, tmp_path: Path) -> None:
+    code = (
+        "import numpy as np, torch\nfrom fractions import Fraction\n"
+        "def ttft(start, tokens):\n    return torch.tensor(tokens[0] - start, dtype=torch.float64)\n"
+        "def itl(tokens):\n    return np.diff(tokens)\n"
+        "def tpot(start, tokens):\n    return np.diff(tokens).mean() if len(tokens) > 1 else None\n"
+        "def ridge(peak, bandwidth):\n    return Fraction(peak) / Fraction(bandwidth)\n"
+    )
+    results = grade(workers, tmp_path, code, ["ttft", "itl", "tpot", "ridge"])
+    assert {r.status for r in results.values()} == {"passed"}, results
+
+
+def test_hard_coded_answers_to_the_examples_fail(workers: Workers, tmp_path: Path) -> None:
+    results = grade(workers, tmp_path, "def ttft(start, tokens):\n    return 0.5\n" + GOOD)
+    assert results["ttft"].status == "failed"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only")
+def test_processes_left_behind_are_ended(workers: Workers, tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    body = (
+        "import ctypes, time\ndef ttft(start, tokens):\n    libc = ctypes.CDLL(None)\n    if libc.fork() == 0:\n"
+        f"        open({str(note)!r}, 'w').write(str(libc.getpid()))\n        time.sleep(60)\n"
+        "    time.sleep(0.5)\n    return 0.0\n"
+    )
+    grade(workers, tmp_path, body + GOOD)
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline and _alive(int(note.read_text())):
+        time.sleep(0.05)
+    assert not _alive(int(note.read_text()))
+
+
+def _alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only")
+def test_server_that_a_learner_killed_is_started_again(workers: Workers, tmp_path: Path) -> None:
+    body = (
+        "import ctypes\ndef ttft(start, tokens):\n    libc = ctypes.CDLL(None)\n    libc.kill(libc.getppid(), 9)\n"
+        "    return 0.0\n"
+    )
+    results = grade(workers, tmp_path, body + GOOD)
+    assert results["ttft"].status == "failed"
+    assert results["ridge"].status == "passed"
+
+
+def test_without_fork_each_exercise_gets_a_process_all_the_same(tmp_path: Path) -> None:
+    with Workers(fork=False) as workers:
+        path = tmp_path / "exercise.py"
+        path.write_text(f"import os\ndef ttft(start, tokens):\n    os._exit(3)\n{GOOD}")
+        grading = Grading(EXERCISES, workers, time_limit=30)
+        results = {r.exercise: r for r in grading.grade({"ch00": NAMES}, lambda chapter: path)}
+    assert "ends Python" in results["ttft"].why
+    assert results["ridge"].status == "passed"
+
+
+def test_memory_of_the_grader_stays_small(workers: Workers, tmp_path: Path) -> None:
+    """A reply beyond what a grader reads is refused unread."""
+    results = grade(
+        workers, tmp_path, "import torch\ndef ttft(start, tokens):\n    return torch.zeros(40_000_000)\n" + GOOD
+    )
+    assert results["ttft"].status == "failed" and is_one_sentence(results["ttft"].why)
+    assert results["ridge"].status == "passed"
+
+
+def test_learner_does_not_see_the_graders_environment(workers: Workers, tmp_path: Path) -> None:
+    os.environ["MINILLM_GRADING_TOKEN"] = "secret"
+    try:
+        code = "import os\ndef ttft(start, tokens):\n    return os.environ.get('MINILLM_GRADING_TOKEN') or None\n"
+        assert "None" in grade(workers, tmp_path, code + GOOD)["ttft"].why
+    finally:
+        del os.environ["MINILLM_GRADING_TOKEN"]
