@@ -68,6 +68,7 @@ def config_from_hf(source: Mapping[str, Any], name: str) -> ModelConfig:
     d_model = _integer(source, "hidden_size", name)
     head_dim = _integer(source, "head_dim", name, 128 if architecture == "qwen3" else d_model // max(n_heads, 1))
     theta, factors = _hf_rope(source, head_dim, name)
+    window = source.get("sliding_window", 4096) if architecture == "mistral" else None
     return ModelConfig(
         name=name,
         n_layers=_integer(source, "num_hidden_layers", name),
@@ -84,7 +85,7 @@ def config_from_hf(source: Mapping[str, Any], name: str) -> ModelConfig:
         norm_eps=_positive(source, "rms_norm_eps", name),
         qk_norm=architecture == "qwen3",
         qkv_bias=architecture == "qwen2",
-        sliding_window=source.get("sliding_window", 4096) if architecture == "mistral" else None,
+        sliding_window=window or None,  # 0 is no window either
         architecture=str(architecture),
     )
 
@@ -166,6 +167,6 @@ def config_from_gguf(
         norm_eps=_positive(own, "attention.layer_norm_rms_epsilon", name),
         qk_norm=architecture == "qwen3",
         qkv_bias=architecture == "qwen2",
-        sliding_window=own.get("attention.sliding_window"),
+        sliding_window=own.get("attention.sliding_window") or None,
         architecture=str(architecture),
     )

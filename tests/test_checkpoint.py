@@ -203,6 +203,9 @@ def test_families_differ_where_they_should() -> None:
     qwen2 = config_from_hf(LLAMA_JSON | {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 9}, "m")
     qwen3 = config_from_hf(LLAMA_JSON | {"model_type": "qwen3"}, "m")
     mistral = config_from_hf(LLAMA_JSON | {"model_type": "mistral", "sliding_window": 9}, "m")
+    for none in (None, 0):
+        free = config_from_hf(LLAMA_JSON | {"model_type": "mistral", "sliding_window": none}, "m")
+        assert free.sliding_window is None
     assert (qwen2.qkv_bias, qwen2.qk_norm, qwen2.sliding_window) == (True, False, None)
     assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_dim) == (False, True, 128)
     assert (mistral.qkv_bias, mistral.qk_norm, mistral.sliding_window, mistral.head_dim) == (False, False, 9, 16)
@@ -234,7 +237,7 @@ REFUSED = {
     "not a mapping": {"rope_scaling": [1]},
     "rope_theta": {"rope_theta": "large"},
     "norm_eps": {"rms_norm_eps": float("nan")},
-    "sliding_window": {"model_type": "mistral", "sliding_window": 0},
+    "sliding_window": {"model_type": "mistral", "sliding_window": -1},
 }
 
 
