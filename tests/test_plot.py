@@ -278,7 +278,11 @@ def test_a_full_disk_leaves_no_picture(tmp_path: Path, monkeypatch: pytest.Monke
         (0, "0 "),
         (0.0051, "5.1 m"),
         (2.5e-6, "2.5 u"),
+        (8e-8, "80 n"),
         (-4e6, "-4 M"),
+        (999.4, "999 "),
+        (999.7, "1 k"),
+        (999.9e9, "1 T"),
         (3e15, "3e+03 T"),
     ],
 )

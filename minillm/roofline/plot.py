@@ -197,7 +197,9 @@ def _arrows(stages: Sequence[Sequence[Position]]) -> list[Line]:
 
 def si(value: float) -> str:
     """A figure with three digits and its SI prefix: 3.35e12 -> "3.35 T"."""
-    for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, ""), (1e-3, "m"), (1e-6, "u")):
+    value = float(f"{value:.3g}")  # rounded first: 999.7 is 1 k
+    prefixes = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, ""), (1e-3, "m"), (1e-6, "u"), (1e-9, "n"))
+    for factor, prefix in prefixes:
         if abs(value) >= factor:
             return f"{value / factor:.3g} {prefix}"
     return f"{value:.3g} "
