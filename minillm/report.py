@@ -18,7 +18,7 @@ TEXT_COLUMNS = ("stage", "phase", "limit", "ceiling")
 
 def make_console() -> Console:
     """Standard output. Redirected, its lines are as long as the tables need."""
-    return Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    return Console(width=None if sys.stdout.isatty() else 120, highlight=False, emoji=False)  # ":heart:" is text
 
 
 def make_table(title: str, *columns: str) -> Table:

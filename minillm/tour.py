@@ -93,14 +93,15 @@ def run_tour(
     max_new_tokens: int = 48,
     price_per_hour: float = 1.0,
 ) -> Tour:
-    """Predict, run and place every stage on one chat prompt, telling `console` about it on the way.
+    """Predict, run and place every stage on one prompt, telling `console` about it on the way.
 
+    The prompt becomes a chat message where the checkpoint has a template; a base model goes on from it as it is.
     Raises `UsageError` for an unknown stage or a request that the model cannot run.
     """
     if not stages:
         raise UsageError(f"No stage was named: choose from {', '.join(STAGES)}.")
     modules = {name: known_stage(name) for name in stages}
-    tokens = tokenizer.chat(prompt)
+    tokens = tokenizer.encode(prompt) if tokenizer.template is None else tokenizer.chat(prompt)
     check_prompt(model.config, tokens, max_new_tokens)
 
     console.rule(f"{escape(model.config.name)}, {len(tokens)} prompt tokens, {max_new_tokens} new ones")

@@ -251,6 +251,22 @@ def test_a_prompt_may_hold_what_looks_like_markup(
     assert prompt in show(tiny, monkeypatch, stages=["kv_cache"], prompt=prompt)[1]
 
 
+def test_a_checkpoint_without_a_template_goes_on_from_the_plain_prompt(
+    tiny: tuple[Transformer, Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = tiny
+    base = Tokenizer(tokenizer.backend, vocab_size=tokenizer.vocab_size)
+    tour, _ = show((model, base), monkeypatch, prompt="Once upon a time", max_new_tokens=NEW_TOKENS)
+    assert tour.prompt_tokens == len("Once upon a time")
+    expected = kv_cache.generate(model, base.encode("Once upon a time"), NEW_TOKENS).tokens
+    assert [result.median_run.tokens for result in tour.stages] == [expected] * len(STAGES)
+
+
+def test_a_prompt_may_hold_what_looks_like_an_emoji_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tour", "--model", "tiny", "--device", "cpu", "--max-new-tokens", "1", "--prompt", "a[:heart:]"]) == 0
+    assert "a[:heart:]" in capsys.readouterr().out
+
+
 def test_a_run_far_from_its_prediction_is_explained_in_a_sentence(
     tiny: tuple[Transformer, Tokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
