@@ -147,7 +147,7 @@ def _command(
 
 def _device_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--device", type=_device, metavar="D", help="cpu, cuda or mps (default: cuda where there is one)"
+        "--device", type=_device, metavar="D", help="cpu, cuda or, untested, mps (default: cuda where there is one)"
     )
     command.add_argument("--dtype", metavar="T", help="fp32, bf16 or fp16 (default: fp32 on CPU, 16 bits on a GPU)")
 
@@ -187,7 +187,7 @@ def _microseconds(text: str) -> float:
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    value = _number(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError("the time limit must be a positive number of seconds")
     return value
@@ -298,6 +298,8 @@ def _predict(args: argparse.Namespace) -> None:
     check_writable(args.json)
     config, stage = known_model(args.model), known_stage(args.stage)
     if args.hardware == "this":
+        if args.overhead:
+            raise UsageError("The overhead of this machine is measured: leave --overhead out.")
         device = pick_device()
         ceilings = _measure(device, pick_dtype(args.dtype, device))
     else:

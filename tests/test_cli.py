@@ -123,6 +123,7 @@ def assert_one_sentence(error: str) -> None:
         ([*PREDICT, "--dtype", "fp7"], "no fp7 arithmetic"),
         ([*PREDICT, "--hardware", "t4", "--dtype", "bf16"], "no bf16 arithmetic: choose fp16 or fp32"),
         ([*PREDICT, "--hardware", "this", "--dtype", "fp7"], "Unknown dtype 'fp7'"),
+        ([*PREDICT, "--hardware", "this", "--overhead", "5"], "leave --overhead out"),
         ([*PREDICT, "--context", "1"], "context is 1"),
         ([*PREDICT, "--context", "-4"], "context is -4"),
         ([*PREDICT, "--context", "99999999999999999999999"], "context is 9"),
@@ -130,6 +131,7 @@ def assert_one_sentence(error: str) -> None:
         ([*PREDICT, "--batch", "99999999999999999999999"], "batch is 9"),
         ([*PREDICT, "--overhead", "-1"], "microseconds"),
         ([*PREDICT, "--overhead", "much"], "microseconds"),
+        (["grade", "--time-limit", "long"], "positive number of seconds"),
     ],
 )
 def test_a_wrong_command_is_told_in_one_sentence(
