@@ -52,11 +52,19 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("MINILLM_DEBUG"):
             raise
+        if _is_out_of_memory(error):
+            return _fail(1, "The device ran out of memory: use a smaller model or dtype, or fewer tokens.")
         summary = (str(error).splitlines() or ["it says no more"])[0].rstrip(".")
         return _fail(
             1, f"Unexpected {type(error).__name__}: {summary}; set MINILLM_DEBUG=1 to see where, and please report it."
         )
     return 0
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Told by name and words: PyTorch, whose errors these are, need not be loaded to ask. On a CPU it has no class for them."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return bool(names & {"MemoryError", "OutOfMemoryError"}) or "can't allocate memory" in str(error)
 
 
 def _discard_output() -> None:
@@ -149,7 +157,7 @@ def _device_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--device", type=_device, metavar="D", help="cpu, cuda or, untested, mps (default: cuda where there is one)"
     )
-    command.add_argument("--dtype", metavar="T", help="fp32, bf16 or fp16 (default: fp32 on CPU, 16 bits on a GPU)")
+    command.add_argument("--dtype", metavar="T", help="fp32, bf16 or fp16 (default: 16 bits on CUDA, else fp32)")
 
 
 def _model_options(command: argparse.ArgumentParser) -> None:

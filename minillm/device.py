@@ -44,7 +44,7 @@ def wait_for(device: torch.device) -> None:
 
 
 def pick_dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dtype:
-    """The dtype called `name` (fp32, bf16 or fp16); by default float32 on CPU and 16 bits on a GPU.
+    """The dtype called `name` (fp32, bf16 or fp16); by default 16 bits on CUDA and float32 elsewhere.
 
     bfloat16 needs compute capability 8.0: older GPUs only emulate it, at a fraction of the speed, so it is refused there.
     Raises `UsageError` for an unknown name, `MinillmError` for a dtype that the device lacks.

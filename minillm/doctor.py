@@ -49,6 +49,9 @@ def _processor() -> Iterator[Finding]:
 
 
 def _gpu() -> Iterator[Finding]:
+    if torch.backends.mps.is_available():
+        yield "GPU", True, "Apple's: --device mps is accepted, and untested; without it everything runs on the CPU"
+        return
     if not torch.cuda.is_available():
         has_card = shutil.which("nvidia-smi") is not None
         words = "none that this PyTorch can use: everything runs on the CPU"

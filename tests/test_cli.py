@@ -245,6 +245,9 @@ def test_an_error_that_nobody_foresaw_is_still_one_line(
         main(["doctor"])
 
 
+OUT_OF_MEMORY = "minillm: The device ran out of memory: use a smaller model or dtype, or fewer tokens.\n"
+
+
 @pytest.mark.parametrize(
     ("error", "status", "sentence"),
     [
@@ -256,6 +259,9 @@ def test_an_error_that_nobody_foresaw_is_still_one_line(
             "minillm: /data/x cannot be read or written: Input/output error.\n",
         ),
         (OSError(28, "No space left"), 1, "minillm: The output cannot be read or written: No space left.\n"),
+        (MemoryError(), 1, OUT_OF_MEMORY),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), 1, OUT_OF_MEMORY),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), 1, OUT_OF_MEMORY),
     ],
 )
 def test_errors_and_their_exit_status(
@@ -404,6 +410,12 @@ def test_doctor_names_the_command_that_mends_it(
 ) -> None:
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
     assert "pip install 'minillm[notebooks]'" in run("doctor")[1]
+
+
+def test_doctor_knows_an_apple_gpu(run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert "--device mps is accepted, and untested" in run("doctor")[1]
 
 
 # --- in a process of its own ------------------------------------------------------------------------------------------
