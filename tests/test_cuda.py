@@ -11,6 +11,7 @@ from minillm.device import pick_device, pick_dtype
 from minillm.errors import MinillmError
 from minillm.generation import Generation
 from minillm.model import Transformer
+from minillm.roofline.ceilings import CeilingMeter
 from minillm.sampling import Sampler
 from minillm.stages.kv_cache import KVCache
 
@@ -172,6 +173,16 @@ def test_a_model_moved_to_cuda_keeps_float32_frequencies_there() -> None:
     frequencies = on_cuda("llama3", torch.float16).rope.frequencies
     assert frequencies.device.type == "cuda" and frequencies.dtype == torch.float32
     assert torch.equal(frequencies.cpu(), lively_model(SHAPES["llama3"]).rope.frequencies)
+
+
+@on_gpu
+@pytest.mark.parametrize("working_set", [2**20, 2**29])
+def test_ceilings_on_cuda_are_those_of_a_gpu(working_set: int) -> None:
+    """Sane to a factor of some tens: from a small card to the largest there is."""
+    ceilings = CeilingMeter(torch.device("cuda"), torch.float16, working_set).ceilings()
+    assert (5e10 if working_set > 2**28 else 1e9) < ceilings.bandwidth < 5e13
+    assert 1e12 < ceilings.peak < 1e16
+    assert 1e-7 < ceilings.overhead < 1e-3
 
 
 # --- Anywhere: which dtype a device gets -----------------------------------------------------------------------------
