@@ -1,6 +1,7 @@
 """What learners' files do to a grader: nothing. No trick earns a point, each costs its own exercise only, in one sentence."""
 
 import os
+import shutil
 import sys
 import textwrap
 import time
@@ -280,6 +281,27 @@ def test_right_answers_of_unusual_types_pass(workers: Workers, tmp_path: Path) -
 def test_hard_coded_answers_to_the_examples_fail(workers: Workers, tmp_path: Path) -> None:
     results = grade(workers, tmp_path, "def ttft(start, tokens):\n    return 0.5\n" + GOOD)
     assert results["ttft"].status == "failed"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from solution import ttft\n",
+        "ns = {}\nexec(open('%s').read(), ns)\nttft = ns['ttft']\n",
+        "def ttft(start, tokens):\n    import runpy\n    return runpy.run_path('%s')['ttft'](start, tokens)\n",
+    ],
+)
+def test_answers_are_closed_while_a_file_is_graded(workers: Workers, tmp_path: Path, code: str) -> None:
+    shutil.copy(EXERCISES / "ch00/solution.py", tmp_path)
+    code = code.replace("%s", str(tmp_path / "solution.py"))
+    result = grade(workers, tmp_path, code + GOOD)["ttft"]
+    assert result.status != "passed" and "answers are closed" in result.why and is_one_sentence(result.why)
+
+
+def test_source_too_deep_to_parse_is_not_parsed_by_the_grader(workers: Workers, tmp_path: Path) -> None:
+    deep = f"def ttft(start, tokens):\n    x = lambda: {'-' * 500}1\n    raise NotImplementedError('Later.')\n"
+    result = grade(workers, tmp_path, deep + GOOD)["ttft"]
+    assert result.status == "failed" and is_one_sentence(result.why)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only")

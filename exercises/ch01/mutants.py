@@ -53,6 +53,8 @@ MUTANTS = [
     Mutant("top_p", "Sorts from the least probable.", ("descending=True", "descending=False")),
     Mutant("top_p", "Cuts nothing off.", ("before < p", "before < 1"), says="whole distribution"),
     Mutant("top_p", "Gives the cut tokens a little.", ("probabilities * keep", "probabilities * keep.float().clamp(min=1e-9)"), says="number of tokens"),
+    Mutant("top_p", "Works in the dtype of the logits.", ("logits.float().softmax", "logits.softmax"), says="float32 is due"),
+    Mutant("top_p", "Works in the dtype of the logits, then casts.", ("logits.float().softmax(dim=-1)", "logits.softmax(dim=-1).float()"), says="bfloat16"),
     # draw
     Mutant("draw", "Is greedy.", (MULTINOMIAL, "probabilities.argmax(-1)"), says="greedy"),
     Mutant("draw", "Takes the softmax of probabilities.", ("multinomial(probabilities", "multinomial(probabilities.softmax(-1)"), says="probability 0"),

@@ -85,7 +85,8 @@ def top_p(logits: Tensor, p: float) -> Tensor:
 
     Of each row keep the smallest set of most probable tokens whose probabilities reach p: going down from the most
     probable, the token that crosses p is still in. All others get 0, what is kept is scaled to sum to 1, and every token stays
-    at its own id. The most probable token is always kept, so p near 0 is greedy.
+    at its own id. The most probable token is always kept, so p near 0 is greedy. The result is float32, and so is the
+    arithmetic, whatever the dtype of the logits: in bfloat16 a sum over a vocabulary drifts.
     Hint: a token is kept if the tokens *before* it, in descending order, have not reached p.
     """
     # BEGIN SOLUTION: Return the probabilities with all but the nucleus at 0, scaled to sum to 1 in each row.

@@ -219,6 +219,7 @@ def test_top_p(top_p):
         (normal(2, 7, seed=2), 1.0),
         (torch.tensor([[2.0]]), 0.5),
         (normal(2, 400, seed=4) * 30 + 500, 0.99),  # large logits: exp of them is beyond float32
+        (normal(2, 300, seed=5).bfloat16(), 0.8),
     ]
     for logits, p in cases:
         rows = logits.tolist()
@@ -238,10 +239,11 @@ def test_top_p(top_p):
             "It is the whole distribution: nothing was cut off.": lambda t=table, r=rows: t(r, 1.0),
         }
         answer = ask(top_p, logits, p)
-        answer.label = f"top_p with p = {p:g} over {logits.shape[1]} tokens"
+        kind = " of bfloat16" if logits.dtype == torch.bfloat16 else ""
+        answer.label = f"top_p with p = {p:g} over {logits.shape[1]} tokens{kind}"
         if isinstance(answer.value, Tensor) and bool(answer.value.isnan().any()):
             raise answer.wrong("gives NaN: no token is left. The most probable one is always kept.")
-        answer.tensor(expected, likely, atol=2e-5)
+        answer.tensor(expected, likely, atol=2e-5, dtype=torch.float32)
         if p < 1 and [int((row > 0).sum()) for row in answer.value] != kept:
             raise answer.wrong(f"keeps another number of tokens than {kept}: all outside the nucleus get 0.")
 

@@ -372,6 +372,13 @@ def test_predict_speedup(predict_speedup):
         ("qwen3-0.6b", 512, a100, 2.0),
         ("smollm2-1.7b", 3000, (1e12, 1e12), 2.0),
         ("smollm2-135m", 64, (100e9, 20e9), 4.0),
+        (
+            "smollm2-1.7b",
+            900,
+            (1e11, 1e12),
+            4.0,
+        ),  # a ridge so low that a step with a cache computes for longer than it reads
+        ("smollm2-360m", 700, (3e11, 1e12), 2.0),  # and one where it depends on the length
     ]
     for name, n, (peak, bandwidth), size in cases:
         config = KNOWN_MODELS[name]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import minillm
 from minillm.errors import MinillmError, UsageError
@@ -263,15 +263,16 @@ def run_grader(item: Exercise, channel: Channel, objects: list[Remote]) -> tuple
 
 
 def is_untouched(path: Path, solution: Path, names: Iterable[str]) -> bool:
-    """Whether the definitions of `names` in the learner's file are still the stub's."""
+    """Whether the definitions of `names` in the learner's file are still the stub's. That file is not parsed, only searched."""
     from minillm.grading.stubs import make_stub
 
-    ours, theirs = definitions(make_stub(solution.read_text("utf-8"))), definitions(path.read_text("utf-8", "replace"))
-    return all(ours.get(name) == theirs.get(name) for name in names)
+    stub = definitions(make_stub(solution.read_text("utf-8")))
+    text = path.read_text("utf-8", "replace").replace("\r\n", "\n")
+    return all(stub[name] in text for name in names)
 
 
 @cache
 def definitions(source: str) -> dict[str, str]:
-    """The functions and classes at the top of a source text, by name, without comments and layout."""
-    nodes: list[Any] = [node for node in ast.parse(source).body if hasattr(node, "name")]
-    return {node.name: ast.dump(node) for node in nodes}
+    """The functions and classes at the top of a source text, by name."""
+    nodes = [node for node in ast.parse(source).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    return {node.name: ast.get_source_segment(source, node) or "" for node in nodes}

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 from minillm.grading.channel import TIME_LIMIT, LocalChannel
 from minillm.grading.engine import check_chapter, find_exercises, load_chapter, run_grader, select
 from minillm.grading.errors import NotGraded, NotWritten
@@ -26,7 +28,8 @@ def verdict(name: str, *objects: Any, time_limit: float = TIME_LIMIT) -> str:
             return f"{name}: not graded, because it needs {', '.join(item.needs)}: check({name!r}, {', '.join(item.needs)})."
         channel = LocalChannel(time_limit)
         wrapped = [channel.wrap(value, need) for value, need in zip(objects, item.needs, strict=True)]
-        status, why = run_grader(item, channel, wrapped)
+        with torch.device("cpu"):  # whatever default the notebook has set
+            status, why = run_grader(item, channel, wrapped)
     except NotWritten as error:
         return f"{name}: not attempted. {error}"
     except NotGraded as error:

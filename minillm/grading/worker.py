@@ -43,8 +43,9 @@ class Host:
     grader's, such as a model.
     """
 
-    def __init__(self, ask_back: Callable[[bytes], bytes]) -> None:
+    def __init__(self, ask_back: Callable[[bytes], bytes], confined: bool = False) -> None:
         self._ask_back = ask_back
+        self._confined = confined
         self._objects: list[Any] = []
         self._callbacks: dict[int, Callable[..., Any]] = {}
         self._path = ""
@@ -91,14 +92,17 @@ class Host:
         sys.modules["exercise"] = module
         sys.path.insert(0, os.path.dirname(path))
         with open(path, "rb") as file:
-            exec(compile(file.read(), path, "exec"), module.__dict__)
+            source = file.read()
+        if self._confined:
+            sys.addaudithook(_hide_answers)
+        exec(compile(source, path, "exec"), module.__dict__)
         self._module = module
 
     def _describe(self, error: BaseException) -> dict[str, Any]:
         line = error.lineno if isinstance(error, SyntaxError) and error.filename == self._path else None
-        for frame in traceback.extract_tb(error.__traceback__):
-            if frame.filename == self._path:
-                line = frame.lineno
+        for frame, number in traceback.walk_tb(error.__traceback__):
+            if frame.f_code.co_filename == self._path:
+                line = number
         message = error.msg if isinstance(error, SyntaxError) else str(error)
         kinds = [kind.__name__ for kind in type(error).__mro__]
         return {"raised": kinds, "message": str(message)[:2000], "line": line}
@@ -143,7 +147,7 @@ def serve(sock: socket.socket) -> None:
         wire.send(sock, message)
         return wire.receive(sock)
 
-    host = Host(ask_back)
+    host = Host(ask_back, confined=True)
     with contextlib.suppress(EOFError, OSError):
         while True:
             wire.send(sock, host.handle(wire.receive(sock)))
@@ -171,6 +175,11 @@ def _confine() -> None:
 def _refuse(event: str, _args: tuple[Any, ...]) -> None:
     if event in _FORBIDDEN:
         raise RuntimeError(f"{event} is not for an exercise")
+
+
+def _hide_answers(event: str, args: tuple[Any, ...]) -> None:
+    if event == "open" and os.path.basename(str(args[0])) in ("solution.py", "mutants.py", "test_exercise.py"):
+        raise RuntimeError("the answers are closed while an exercise is graded")
 
 
 def _fork_server(control: socket.socket) -> None:
