@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from minillm.checkpoint_config import config_from_gguf, config_from_hf, read_json
-from minillm.config import KNOWN_MODELS, SUPPORTED, ModelConfig, known_model
+from minillm.config import DEFAULT_MODEL, KNOWN_MODELS, SUPPORTED, ModelConfig, known_model
 from minillm.cpu import use_fastest_linear
 from minillm.device import pick_device, pick_dtype
 from minillm.download import default_model_path, hub_folder
@@ -36,7 +36,6 @@ __all__ = [
     "read_config",
 ]
 
-DEFAULT_MODEL = "smollm2-135m"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SAFETENSORS_TYPES = ("F64", "F32", "F16", "BF16")
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from minillm.config import DEFAULT_MODEL
 from minillm.errors import MinillmError, UsageError
 
 if TYPE_CHECKING:
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
     from minillm.roofline.ceilings import Ceilings
 
-DEFAULT_MODEL = "smollm2-135m"
 PLOT_TYPES = (".png", ".svg", ".pdf")
 
 

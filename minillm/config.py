@@ -19,6 +19,8 @@ from minillm.errors import MinillmError, UsageError
 # Architectures that `model.Transformer` computes. Others may stand in the table below, for their shapes.
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 
+DEFAULT_MODEL = "smollm2-135m"
+
 # Bounds on what a configuration file may ask for, so that a hostile one is refused before anything is allocated.
 MAX_LAYERS = 1_000
 MAX_WIDTH = 10_000_000
