@@ -79,7 +79,9 @@ class Tokenizer:
             messages = [{"role": "user", "content": messages}]
         chat_template.check_messages(messages)
         if self.template is None:
-            raise MinillmError("This checkpoint has no chat template: encode the prompt as plain text, on the command line without --chat.")
+            raise MinillmError(
+                "This checkpoint has no chat template: encode the prompt as plain text, on the command line without --chat."
+            )
         text = chat_template.render(self.template, messages, self._template_variables)
         return self._encode(text, add_special_tokens=False)  # the template itself writes the BOS token
 
