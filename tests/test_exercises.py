@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from other_answers import OTHER_ANSWERS
 
 from minillm.grading import manifest
 from minillm.grading.channel import Workers
@@ -69,6 +70,13 @@ def test_mutant_fails(grading: Grading, item: Exercise, mutant: Mutant, tmp_path
     assert is_one_sentence(result.why), result.why
     assert mutant.says in result.why, f"{mutant.mistake} {result.why}"
     proved["mutants"] += 1
+
+
+@pytest.mark.parametrize("item", ITEMS, ids=lambda item: item.id)
+def test_right_answers_of_other_kinds_pass(grading: Grading, item: Exercise, tmp_path: Path) -> None:
+    for text in OTHER_ANSWERS[item.chapter]:
+        result = grade_text(grading, item, text, tmp_path)
+        assert result.status == "passed", result.why
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS)

@@ -35,6 +35,23 @@ MUTANTS = [
     Mutant("rope", "Returns float32.", (".to(x.dtype)", ""), says="bfloat16"),
     Mutant("rope", "Turns the first half and copies the second.", ("b * cos + a * sin]", "b]")),
     Mutant("rope", "Works in place.", ("return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)", "x[:] = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)\n    return x"), says="copy"),
+    Mutant("rope", "Mixes the orders: cosines for neighbours, turning by halves.", code="""
+def rope(x, positions, theta=10_000.0):
+    half = x.shape[-1] // 2
+    angles = positions[:, None, :, None].float() * (theta ** (-torch.arange(half).float() / half)).repeat_interleave(2)
+    a, b = x.float().chunk(2, -1)
+    return (x.float() * angles.cos() + torch.cat([-b, a], -1) * angles.sin()).to(x.dtype)
+"""),
+    Mutant("rope", "Takes the positions for those of the heads.", ("positions[:, None, :, None]", "positions[:, :, None, None]")),
+    Mutant("rope", "Is right at positions 0 and 1 only, in the order of neighbours from there on.", code="""
+def rope(x, positions, theta=10_000.0):
+    half = x.shape[-1] // 2
+    frequencies = torch.zeros(half)
+    frequencies[0] = 1.0
+    angles = positions[:, None, :, None].float() * frequencies
+    a, b = x.float().chunk(2, -1)
+    return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1).to(x.dtype)
+"""),
     # greedy
     Mutant("greedy", "Goes along the batch.", ("dim=-1", "dim=0")),
     Mutant("greedy", "Takes one token for the whole batch.", ("argmax(dim=-1)", "argmax()"), says="shape"),
@@ -55,7 +72,41 @@ MUTANTS = [
     Mutant("top_p", "Gives the cut tokens a little.", ("probabilities * keep", "probabilities * keep.float().clamp(min=1e-9)"), says="number of tokens"),
     Mutant("top_p", "Works in the dtype of the logits.", ("logits.float().softmax", "logits.softmax"), says="float32 is due"),
     Mutant("top_p", "Works in the dtype of the logits, then casts.", ("logits.float().softmax(dim=-1)", "logits.softmax(dim=-1).float()"), says="bfloat16"),
+    Mutant("top_p", "Takes p for a number of tokens.", code="""
+def top_p(logits, p):
+    k = max(1, round(p * logits.shape[1]))
+    probabilities = logits.float().softmax(-1)
+    kept = probabilities * (probabilities >= probabilities.topk(k).values[:, -1:])
+    return kept / kept.sum(-1, keepdim=True)
+"""),
+    Mutant("top_p", "Keeps what is p times as probable as the best, which is min-p.", code="""
+def top_p(logits, p):
+    probabilities = logits.float().softmax(-1)
+    kept = probabilities * (probabilities >= p * probabilities.amax(-1, keepdim=True))
+    return kept / kept.sum(-1, keepdim=True)
+"""),
+    Mutant("top_p", "Adds the probabilities up in the order of the ids.", code="""
+def top_p(logits, p):
+    probabilities = logits.float().softmax(-1)
+    keep = probabilities.cumsum(-1) - probabilities < p
+    kept = probabilities * keep
+    return kept / kept.sum(-1, keepdim=True)
+"""),
+    Mutant("top_p", "Uses the first row's nucleus for all rows.", code="""
+def top_p(logits, p):
+    probabilities, ids = logits.float().softmax(-1).sort(-1, descending=True)
+    n = int((probabilities[0].cumsum(-1) - probabilities[0] < p).sum().clamp(min=1))
+    probabilities[:, n:] = 0
+    return torch.zeros_like(probabilities).scatter(-1, ids, probabilities / probabilities.sum(-1, keepdim=True))
+"""),
     # draw
+    Mutant("draw", "Seeds from the clock as well.", ("manual_seed(seed)", "manual_seed(seed + __import__('time').time_ns() % 10**9)"), says="same seed"),
+    Mutant("draw", "Takes the square of the odds.", ("multinomial(probabilities", "multinomial(probabilities**2")),
+    Mutant("draw", "Takes an inverse distribution that is off by one.", code="""
+def draw(probabilities, seed):
+    u = torch.rand(len(probabilities), 1, generator=torch.Generator().manual_seed(seed))
+    return ((probabilities.cumsum(-1) < u).sum(-1) + 1).clamp(max=probabilities.shape[1] - 1)
+"""),
     Mutant("draw", "Is greedy.", (MULTINOMIAL, "probabilities.argmax(-1)"), says="greedy"),
     Mutant("draw", "Takes the softmax of probabilities.", ("multinomial(probabilities", "multinomial(probabilities.softmax(-1)"), says="probability 0"),
     Mutant("draw", "Draws all possible tokens alike.", ("multinomial(probabilities", "multinomial((probabilities > 0).float()"), says="equally often"),

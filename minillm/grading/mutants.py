@@ -8,6 +8,7 @@ A change that does not fit the solution exactly once is an error, so that no mut
 """
 
 import ast
+import textwrap
 import types
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,11 +17,12 @@ from pathlib import Path
 class Mutant:
     """A wrong answer to one exercise: the sentence that names the mistake, and the changes (old, new) that make it.
 
-    `says` is what the grader's sentence must contain, where the grader can tell this mistake from others.
+    `code` is a whole definition in place of the solution's. `says` is what the grader's sentence must contain, where the grader
+    can tell this mistake from others.
     """
 
-    def __init__(self, exercise: str, mistake: str, *changes: tuple[str, str], says: str = "") -> None:
-        self.exercise, self.mistake, self.changes, self.says = exercise, mistake, changes, says
+    def __init__(self, exercise: str, mistake: str, *changes: tuple[str, str], code: str = "", says: str = "") -> None:
+        self.exercise, self.mistake, self.changes, self.code, self.says = exercise, mistake, changes, code, says
 
     def __repr__(self) -> str:
         return f"{self.exercise}: {self.mistake}"
@@ -28,6 +30,12 @@ class Mutant:
     def apply(self, solution: str, names: Iterable[str]) -> str:
         """The solution with its changes, all of which lie in the definitions of `names`. Raises `ValueError` otherwise."""
         tree = ast.parse(solution)
+        if self.code:
+            code = textwrap.dedent(self.code).strip("\n")
+            defined = {getattr(node, "name", "") for node in ast.parse(code).body}
+            if not defined & set(names):
+                raise ValueError(f"{self!r}: its code defines none of {', '.join(names)}.")
+            solution = f"{solution}\n\n{code}\n"
         starts = [0]
         for line in solution.splitlines(keepends=True):
             starts.append(starts[-1] + len(line))

@@ -1,0 +1,263 @@
+"""Right answers that look nothing like the solutions: other layouts, other libraries, other arithmetic. Each must pass."""
+
+PREALLOCATED = '''
+import torch
+
+
+class KVCache:
+    """One block of memory for all layers, laid out (L, B, capacity, Hkv, D), of the dtype that comes."""
+
+    def __init__(self, config, capacity):
+        self.L, self.capacity, self.length, self.store = config.n_layers, capacity, 0, None
+
+    def positions(self, n_tokens):
+        if self.length + n_tokens > self.capacity:
+            raise ValueError("full")
+        self.length += n_tokens
+        return torch.arange(self.length - n_tokens, self.length).unsqueeze(0)
+
+    def attend(self, layer, q, k, v):
+        B, H, T, D = k.shape
+        if self.store is None:
+            self.store = torch.full((2, self.L, B, self.capacity, H, D), float("nan"), dtype=k.dtype)
+        start, S = self.length - T, self.length
+        self.store[0, layer, :, start:S] = k.transpose(1, 2)
+        self.store[1, layer, :, start:S] = v.transpose(1, 2)
+        k, v = (x[layer, :, :S].transpose(1, 2) for x in self.store)  # (B, Hkv, S, D)
+        q = q.view(B, H, -1, T, D)  # (B, Hkv, G, T, D)
+        scores = (q @ k[:, :, None].transpose(-1, -2)).float() * D**-0.5
+        scores = scores + torch.full((T, S), float("-inf")).triu(S - T + 1)
+        return (scores.softmax(-1).to(v.dtype) @ v[:, :, None]).flatten(1, 2)
+'''
+
+TOKEN_BY_TOKEN = '''
+import torch
+
+
+class KVCache:
+    """A list of tokens a layer, keys copied for each query head; the length grows in attend; refuses with MinillmError."""
+
+    def __init__(self, config, capacity):
+        self.config, self.capacity = config, capacity
+        self.tokens = [[] for _ in range(config.n_layers)]
+
+    def positions(self, n_tokens):
+        from minillm.errors import MinillmError
+
+        seen = len(self.tokens[-1])
+        if seen + n_tokens > self.capacity:
+            raise MinillmError("no room")
+        return torch.tensor([list(range(seen, seen + n_tokens))])
+
+    def attend(self, layer, q, k, v):
+        G = self.config.n_heads // self.config.n_kv_heads
+        heads = [h // G for h in range(self.config.n_heads)]
+        out = []
+        for t in range(q.shape[2]):
+            self.tokens[layer].append((k[:, heads, t], v[:, heads, t]))
+            keys = torch.stack([key for key, _ in self.tokens[layer]], 2)
+            values = torch.stack([value for _, value in self.tokens[layer]], 2)
+            weights = (torch.einsum("bhd,bhsd->bhs", q[:, :, t], keys) / q.shape[-1] ** 0.5).softmax(-1)
+            out.append(torch.einsum("bhs,bhsd->bhd", weights, values))
+        return torch.stack(out, 2)
+'''
+
+PACKAGE_PARTS = '''
+import torch
+from minillm.stages.naive import causal_attention
+
+
+class KVCache:
+    """With the package's own attention, and a key and value for each query head."""
+
+    def __init__(self, config, capacity):
+        self.group, self.capacity, self.keys, self.values = config.group_size, capacity, {}, {}
+        self.length = 0
+
+    def positions(self, n_tokens):
+        assert n_tokens > 0
+        if not self.length + n_tokens <= self.capacity:
+            raise ValueError
+        self.length += n_tokens
+        return torch.arange(self.length)[None, -n_tokens:]
+
+    def attend(self, layer, q, k, v):
+        new = {"keys": k, "values": v}
+        for name, x in new.items():
+            store, x = getattr(self, name), x.repeat_interleave(self.group, 1)
+            store[layer] = torch.cat((store[layer], x), -2) if layer in store else x
+        return causal_attention(q, self.keys[layer], self.values[layer])
+'''
+
+CHAPTER_0 = """
+import math
+
+import numpy as np
+
+
+def ttft(start, tokens):
+    return min(tokens) - start
+
+
+def itl(tokens):
+    return tuple(tokens[i + 1] - tokens[i] for i in range(len(tokens) - 1))
+
+
+def tpot(start, tokens):
+    gaps = np.diff(tokens)
+    return gaps.mean() if gaps.size else None
+
+
+def p99_interpolated(values):
+    return np.percentile(values, 99)
+
+
+def p99_nearest(values):
+    return sorted(values)[min(int(len(values) * 0.99), len(values) - 1)]
+
+
+def usd_per_million(price_per_hour, tokens_per_s, busy=1.0):
+    return 277.77777777778 * price_per_hour / tokens_per_s / busy
+
+
+def linear_intensity(rows, d_in, d_out, weight_bytes=2.0, activation_bytes=2.0):
+    return 2 / (weight_bytes / rows + activation_bytes / d_in + activation_bytes / d_out)
+
+
+def ridge(peak, bandwidth):
+    return np.float64(peak) / bandwidth
+
+
+def attainable(intensity, peak, bandwidth):
+    return peak if intensity > peak / bandwidth else bandwidth * intensity
+
+
+def binding_limit(flops, moved, operators, peak, bandwidth, overhead):
+    c, m, o = flops / peak, moved / bandwidth, operators * overhead
+    if c >= m and c >= o:
+        return "compute"
+    return "memory" if m >= o else "overhead"
+
+
+def decode_seconds(config, bandwidth, bytes_per_weight=2.0):
+    return config.matmul_params * bytes_per_weight / bandwidth
+
+
+def decode_guess_ms():
+    return 7.4
+
+
+def step_intensity(config, batch, context, element_bytes=2.0):
+    L, A = config.n_layers, config.n_heads * config.head_dim
+    flops = 2 * batch * (config.streamed_params + 2 * A * L * context)
+    kv = 2 * L * A // config.group_size * context * batch
+    return flops / element_bytes / (config.streamed_params + kv)
+
+
+def step_intensity_limit(config, context, element_bytes=2.0):
+    return step_intensity(config, 10**12, context, element_bytes)
+"""
+
+CHAPTER_1 = """
+import math
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+
+def causal_attention(q, k, v):
+    T, S = q.shape[2], k.shape[2]
+    bias = torch.zeros(T, S, dtype=q.dtype).masked_fill(torch.ones(T, S).triu(S - T + 1).bool(), -1e30)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+
+def rope(x, positions, theta=10_000.0):
+    real, imaginary = x.float().chunk(2, dim=-1)
+    exponents = torch.arange(0, x.shape[-1], 2) / x.shape[-1]
+    turn = torch.polar(torch.tensor(1.0), positions[:, None, :, None] / theta**exponents)
+    turned = torch.complex(real, imaginary) * turn
+    return torch.cat([turned.real, turned.imag], -1).type_as(x)
+
+
+def greedy(logits):
+    return torch.topk(logits, 1).indices.squeeze(-1)
+
+
+def top_p(logits, p):
+    out = torch.zeros_like(logits, dtype=torch.float32)
+    for row, scores in enumerate(logits.double().softmax(-1)):
+        mass = 0.0
+        for token in scores.argsort(descending=True).tolist():
+            if mass >= p and mass > 0:
+                break
+            mass += scores[token].item()
+            out[row, token] = scores[token]
+        out[row] /= mass
+    return out
+
+
+def draw(probabilities, seed):
+    rng = np.random.default_rng(seed)
+    noise = torch.from_numpy(rng.exponential(size=probabilities.shape))
+    return (probabilities / noise).argmax(-1)
+
+
+def generate(forward, prompt, max_new_tokens, stop_tokens=()):
+    tokens, new = torch.tensor(prompt)[None], []
+    while len(new) < max_new_tokens:
+        new.append(forward(tokens)[:, -1].argmax(-1))
+        tokens = torch.cat([tokens, new[-1][None]], 1)
+        if new[-1].item() in set(stop_tokens):
+            break
+    return torch.cat(new)
+
+
+def naive_flops(config, prompt_tokens, new_tokens):
+    total = 0
+    for i in range(prompt_tokens, prompt_tokens + new_tokens):
+        total += 2 * config.matmul_params * i + 4 * config.n_heads * config.head_dim * config.n_layers * i**2
+    return total
+
+
+def crossover(config):
+    n = 1
+    while config.matmul_params > 4 / 3 * config.n_heads * config.head_dim * config.n_layers * n:
+        n += 1
+    return n
+"""
+
+CHAPTER_2 = """
+import math
+
+import numpy as np
+
+
+def kv_bytes_per_token(config, element_bytes=2.0):
+    return config.kv_bytes_per_token(1) * element_bytes
+
+
+def largest_batch(config, memory, context, weight_bytes=2.0, element_bytes=2.0):
+    users, user = 0, context * config.kv_bytes_per_token(1) * element_bytes
+    while config.parameter_count * weight_bytes + (users + 1) * user <= memory:
+        users += 1
+    return users
+
+
+def predict_speedup(config, n, peak, bandwidth, element_bytes=2.0):
+    i = np.arange(n) + 1.0
+    P, AL = config.streamed_params, config.n_heads * config.head_dim * config.n_layers
+    naive = np.maximum((2 * P * i + 4 * AL * i**2) / peak, P * element_bytes / bandwidth)
+    read = (P + config.kv_bytes_per_token(1) * (i - 1)) * element_bytes / bandwidth
+    return naive.sum() / np.maximum((2 * P + 4 * AL * i) / peak, read).sum()
+
+
+def speedup_guesses():
+    return [25, 1.1]
+"""
+
+OTHER_ANSWERS = {
+    "ch00": [CHAPTER_0],
+    "ch01": [CHAPTER_1],
+    "ch02": [CHAPTER_2 + PREALLOCATED, CHAPTER_2 + TOKEN_BY_TOKEN, CHAPTER_2 + PACKAGE_PARTS],
+}
