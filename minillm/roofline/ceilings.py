@@ -23,8 +23,8 @@ from minillm.model import Transformer
 from minillm.roofline.counting import count
 from minillm.stages.kv_cache import KVCache
 
-GPU_BYTES_READ = 2 * 2**30  # for a sample of a GPU's bandwidth: some 500 us, beside which a launch is little
-GPU_READS = 100  # at most, to get there
+BYTES_READ = {"cpu": 2**26, "cuda": 2**31}  # for a sample of the bandwidth, by reading a small buffer again and again
+MOST_READS = 100  # to get there
 OPERATORS_TIMED = 2_000  # tiny operators a sample of the overhead: some milliseconds
 LARGEST_BUFFER = 8 * 2**30  # bytes read for a sample of the bandwidth, whatever the working set
 MATRIX_SIZE = {"cpu": 1024, "cuda": 8192, "mps": 2048}
@@ -98,8 +98,7 @@ class CeilingMeter:
 
     @torch.inference_mode()
     def _measure(self) -> tuple[float, float, float]:
-        on_cpu = self.device.type == "cpu"
-        reads = 1 if on_cpu else min(GPU_READS, -(-GPU_BYTES_READ // self._buffer.nbytes))
+        reads = min(MOST_READS, -(-BYTES_READ.get(self.device.type, 2**31) // self._buffer.nbytes))
         read = seconds(lambda: [self._buffer.sum() for _ in range(reads)], self.device) / reads
         product = seconds(lambda: self._product(self._matrix), self.device)
         steps = -(-OPERATORS_TIMED // self._tiny_cost)
