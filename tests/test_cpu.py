@@ -76,6 +76,19 @@ def test_intel_keeps_its_own_library(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fastest_linear(linear) is linear
 
 
-def test_16_bits_and_other_devices_keep_the_plain_layer(other_processor: None) -> None:
-    for linear in (nn.Linear(8, 8, dtype=torch.bfloat16), nn.Linear(8, 8, device="meta")):
+def test_other_dtypes_and_devices_keep_the_plain_layer(other_processor: None) -> None:
+    for linear in (
+        nn.Linear(8, 8, dtype=torch.float16),
+        nn.Linear(8, 8, dtype=torch.float64),
+        nn.Linear(8, 8, device="meta"),
+    ):
         assert fastest_linear(linear) is linear
+
+
+def test_onednn_in_bf16_gives_the_product_of_the_plain_layer(other_processor: None) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(24, 40, dtype=torch.bfloat16)
+    x = torch.randn(3, 24, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        # Both add up in float32 and round once: they differ by that rounding at most, 2^-8 of the value.
+        torch.testing.assert_close(fastest_linear(linear)(x), linear(x), rtol=2**-7, atol=1e-6)
