@@ -149,9 +149,9 @@ def decode_guess_ms():
 
 def step_intensity(config, batch, context, element_bytes=2.0):
     L, A = config.n_layers, config.n_heads * config.head_dim
-    flops = 2 * batch * (config.streamed_params + 2 * A * L * context)
+    flops = 2 * batch * (config.matmul_params + 2 * A * L * context)
     kv = 2 * L * A // config.group_size * context * batch
-    return flops / element_bytes / (config.streamed_params + kv)
+    return flops / element_bytes / (config.matmul_params + kv)
 
 
 def step_intensity_limit(config, context, element_bytes=2.0):

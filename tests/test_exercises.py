@@ -8,9 +8,10 @@ import pytest
 from other_answers import OTHER_ANSWERS
 
 from minillm.grading import manifest
-from minillm.grading.channel import Workers
-from minillm.grading.engine import Exercise, Grading, Result, digest, load_chapter
+from minillm.grading.catalog import Exercise, digest, load_chapter
+from minillm.grading.engine import Grading, Result
 from minillm.grading.mutants import Mutant, load_mutants
+from minillm.grading.process import Workers
 from minillm.grading.stubs import generated, make_stub, manifest_text
 
 EXERCISES = Path(__file__).parents[1] / "exercises"

@@ -17,7 +17,8 @@ import torch
 from minillm import cli
 from minillm.config import KNOWN_MODELS
 from minillm.grading import check, manifest, wire
-from minillm.grading.engine import Scorecard, find_exercises, load_chapter, select
+from minillm.grading.catalog import find_exercises, load_chapter, select
+from minillm.grading.engine import Scorecard
 from minillm.grading.mutants import Mutant
 from minillm.grading.notebook import verdict
 from minillm.grading.stubs import generated, make_notebook, make_stub

@@ -317,7 +317,7 @@ def test_step_intensity(step_intensity):
                 "A multiplication and an addition are 2 FLOPs a weight.": batch * (linear / 2 + attention) / moved,
                 "It ignores the bytes of an element.": flops / moved * size / 2,
             }
-            ask(step_intensity, config, batch, context, size).number(flops / moved, likely, rtol=5e-3)
+            ask(step_intensity, config, batch, context, size).number(flops / moved, likely, rtol=1e-3)
 
 
 @exercise(points=2)
@@ -339,4 +339,4 @@ def test_step_intensity_limit(step_intensity_limit):
                 "A cache holds keys and values: 2 of them.": (linear + attention) / (kv / 2),
                 "It ignores the bytes of an element.": (linear + attention) / kv * size / 2,
             }
-            ask(step_intensity_limit, config, context, size).number(expected, likely, rtol=5e-3)
+            ask(step_intensity_limit, config, context, size).number(expected, likely, rtol=1e-3)

@@ -1,7 +1,7 @@
 """Grading: what grader files, notebooks and commands use. The learner's code never runs where the points are counted."""
 
 from minillm.grading.answer import Answer, ask, refuses
-from minillm.grading.engine import exercise
+from minillm.grading.catalog import exercise
 from minillm.grading.errors import NotGraded, NotWritten, Wrong
 from minillm.grading.models import PROMPT, example_model
 from minillm.grading.notebook import check

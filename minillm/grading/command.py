@@ -11,8 +11,9 @@ from pathlib import Path
 
 from minillm.errors import MinillmError, UsageError
 from minillm.grading import scorecard
+from minillm.grading.catalog import find_exercises, select
 from minillm.grading.channel import TIME_LIMIT
-from minillm.grading.engine import Grading, Scorecard, find_exercises, select
+from minillm.grading.engine import Grading, Scorecard
 from minillm.report import check_writable, make_console, write_json
 
 

@@ -43,7 +43,7 @@ DIGESTS: dict[str, str] = {
     "conftest.py": "0e3729f43d56daf5df4636677702b4f8e2e144b04b7abf6df71a0d96604540a4",
     "ch00/mutants.py": "cbd1da4aaea0a51499df51d67c29f86f0ccd7ab08ac8186d2458dd9bfdbe79be",
     "ch00/solution.py": "2f2782afade6b97e5f022705e5d168d9883d1616603986b353ea543fc97dbf0f",
-    "ch00/test_exercise.py": "4bd2e784499d5352b679ef07ddc94524e706e3538cbe06b67ff1c4b91f377af7",
+    "ch00/test_exercise.py": "084322b6f77a839f2c6239e30a0efade11fdb3f088968d426ba6bfed83bbb82d",
     "ch01/mutants.py": "2dfee377d6ed2fa87eaf261e9febc9491b89edfb7dfa3d548f981b0753c7e2c1",
     "ch01/solution.py": "55bb94878c91fa4ed3181abc14449def09f874b67990dbe35aef2e1d9381ce4f",
     "ch01/test_exercise.py": "bf25c7c28c49468b600565910f1c34447aff8ddf60dea9ede0e3b0c6e94d67e1",

@@ -4,8 +4,9 @@ from typing import Any
 
 import torch
 
+from minillm.grading.catalog import check_chapter, find_exercises, load_chapter, select
 from minillm.grading.channel import TIME_LIMIT, LocalChannel
-from minillm.grading.engine import check_chapter, find_exercises, load_chapter, run_grader, select
+from minillm.grading.engine import run_grader
 from minillm.grading.errors import NotGraded, NotWritten
 from minillm.grading.stubs import passed
 

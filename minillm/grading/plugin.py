@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from minillm.errors import MinillmError
-from minillm.grading import engine, scorecard
+from minillm.grading import catalog, scorecard
 from minillm.grading.engine import Grading, Result, Scorecard
 
 _GRADING = pytest.StashKey[Grading]()
@@ -27,7 +27,7 @@ class GraderFile(pytest.Module):
 
     def collect(self) -> Iterator[pytest.Item]:
         chapter = self.path.parent.name
-        for name in engine.select(chapter)[chapter]:
+        for name in catalog.select(chapter)[chapter]:
             yield ExerciseItem.from_parent(self, name=name)
 
 

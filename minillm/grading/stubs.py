@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from minillm.grading import engine
+from minillm.grading import catalog
 
 _REGION = re.compile(r"^( *)# BEGIN SOLUTION: (.+)\n(?:.*\n)*?\1# END SOLUTION\n", re.MULTILINE)
 _CELL = re.compile(r"^# %%(?P<title>.*)\n(?P<body>(?:(?!# %%).*\n?)*)", re.MULTILINE)
@@ -112,7 +112,7 @@ def generated(folder: Path) -> Iterator[tuple[Path, str]]:
     """Every generated file, and what belongs in it."""
     for chapter in chapters(folder):
         solution = (chapter / "solution.py").read_text("utf-8")
-        items = engine.load_chapter(folder, chapter.name)
+        items = catalog.load_chapter(folder, chapter.name)
         exercises = {item.name: (item.needs, item.points) for item in items}
         yield chapter / "exercise.py", make_stub(solution)
         yield chapter / "notebook.ipynb", make_notebook(solution, chapter.name, exercises, stub=True)
@@ -121,13 +121,13 @@ def generated(folder: Path) -> Iterator[tuple[Path, str]]:
 def manifest_text(folder: Path) -> str:
     """The module `manifest.py`: the exercises with their points, and the digests of the files that must not change."""
     exercises = {
-        chapter.name: {item.name: item.points for item in engine.load_chapter(folder, chapter.name)}
+        chapter.name: {item.name: item.points for item in catalog.load_chapter(folder, chapter.name)}
         for chapter in chapters(folder)
     }
     files = [folder / "conftest.py"]
     for chapter in chapters(folder):
         files += [chapter / name for name in ("mutants.py", "solution.py", "test_exercise.py")]
-    digests = {path.relative_to(folder).as_posix(): engine.digest(path) for path in files}
+    digests = {path.relative_to(folder).as_posix(): catalog.digest(path) for path in files}
     lines = ['"""Written by `python -m minillm.grading`: the exercises, and SHA-256 of the files that grade them."""\n']
     lines.append("EXERCISES: dict[str, dict[str, int]] = {")
     for chapter_name, points in exercises.items():

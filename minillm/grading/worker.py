@@ -1,4 +1,4 @@
-"""The learner's side: a process that loads one file and answers calls of what the file defines.
+"""The process that a learner's file runs in, confined, with a `Host` that answers the grader.
 
 It is started as `python -m minillm.grading.worker`, in one of two ways. On Linux a *fork server* imports PyTorch once and then
 forks a process for each exercise, in milliseconds; elsewhere a process is started for each. Either way an endless loop, a
@@ -6,20 +6,17 @@ crash or a huge allocation ends that process, and nothing else.
 """
 
 import contextlib
-import io
 import os
 import socket
 import struct
 import sys
 import time
-import traceback
-import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from minillm.grading import wire
+from minillm.grading.host import Host
 
 MEMORY_LIMIT = 2 << 30  # bytes beyond what Python and PyTorch take
 STILL_RUNNING = 1_000
@@ -34,110 +31,6 @@ _FORBIDDEN = (
     "os.killpg",
     "subprocess.Popen",
 )
-
-
-class Host:
-    """Holds the learner's functions and objects by number, and answers the grader's messages.
-
-    `ask_back` carries a message to the grader and brings its answer: that is how the learner's code calls a function of the
-    grader's, such as a model.
-    """
-
-    def __init__(self, ask_back: Callable[[bytes], bytes], confined: bool = False) -> None:
-        self._ask_back = ask_back
-        self._confined = confined
-        self._objects: list[Any] = []
-        self._callbacks: dict[int, Callable[..., Any]] = {}
-        self._path = ""
-        self._module: types.ModuleType | None = None
-        self._printed = _Counter()
-
-    def handle(self, message: bytes) -> bytes:
-        request = wire.unpack(message, self._resolve)
-        self._printed.count = 0
-        try:
-            with contextlib.redirect_stdout(self._printed), contextlib.redirect_stderr(self._printed):
-                reply = self._perform(request)
-            reply["printed"] = self._printed.count
-            return self._pack(reply)
-        except BaseException as error:  # also sys.exit, and a result that cannot be written
-            return self._pack(self._describe(error) | {"printed": self._printed.count})
-
-    def add(self, value: Any) -> dict[str, Any]:
-        """A reference by which the grader can call `value`."""
-        number = next((i for i, known in enumerate(self._objects) if known is value), len(self._objects))
-        if number == len(self._objects):
-            self._objects.append(value)
-        return {"object": number, "type": type(value).__name__}
-
-    def _perform(self, request: dict[str, Any]) -> dict[str, Any]:
-        if request["do"] == "load":
-            self._load(request["path"])
-            return {"returned": None}
-        if request["do"] == "get":
-            return {"found": getattr(self._module, request["name"], None)}
-        target, method, args = request["target"], request["method"], request["args"]
-        if method is not None:
-            target = getattr(target, method)
-        before = self._pack({"args": args})
-        result = target(*args)
-        if self._pack({"args": args}) != before:
-            return {"mutated": None}
-        return {"returned": result}
-
-    def _load(self, path: str) -> None:
-        self._path = path
-        module = types.ModuleType("exercise")
-        module.__file__ = path
-        sys.modules["exercise"] = module
-        sys.path.insert(0, os.path.dirname(path))
-        with open(path, "rb") as file:
-            source = file.read()
-        if self._confined:
-            sys.addaudithook(_hide_answers)
-        exec(compile(source, path, "exec"), module.__dict__)
-        self._module = module
-
-    def _describe(self, error: BaseException) -> dict[str, Any]:
-        line = error.lineno if isinstance(error, SyntaxError) and error.filename == self._path else None
-        for frame, number in traceback.walk_tb(error.__traceback__):
-            if frame.f_code.co_filename == self._path:
-                line = number
-        message = error.msg if isinstance(error, SyntaxError) else str(error)
-        kinds = [kind.__name__ for kind in type(error).__mro__]
-        return {"raised": kinds, "message": str(message)[:2000], "line": line}
-
-    def _pack(self, message: dict[str, Any]) -> bytes:
-        return wire.pack(message, self._special)
-
-    def _special(self, value: Any) -> dict[str, Any]:
-        for number, function in self._callbacks.items():
-            if function is value:
-                return {"callback": number}
-        return self.add(value)
-
-    def _resolve(self, value: dict[str, Any]) -> Any:
-        if "object" in value:
-            return self._objects[value["object"]]
-        number = value["callback"]
-        return self._callbacks.setdefault(number, lambda *args: self._call_back(number, args))
-
-    def _call_back(self, number: int, args: tuple[Any, ...]) -> Any:
-        answer = self._ask_back(self._pack({"callback": number, "args": list(args)}))
-        return wire.unpack(answer, self._resolve)["answer"]
-
-
-class _Counter(io.TextIOBase):
-    """Stands in for standard output: counts the characters and keeps none."""
-
-    count = 0
-
-    def write(self, text: str) -> int:
-        self.count += len(text)
-        return len(text)
-
-
-# --- the process
 
 
 def serve(sock: socket.socket) -> None:
@@ -174,12 +67,7 @@ def _confine() -> None:
 
 def _refuse(event: str, _args: tuple[Any, ...]) -> None:
     if event in _FORBIDDEN:
-        raise RuntimeError(f"{event} is not for an exercise")
-
-
-def _hide_answers(event: str, args: tuple[Any, ...]) -> None:
-    if event == "open" and os.path.basename(str(args[0])) in ("solution.py", "mutants.py", "test_exercise.py"):
-        raise RuntimeError("the answers are closed while an exercise is graded")
+        raise PermissionError(f"{event} is not for an exercise")
 
 
 def _fork_server(control: socket.socket) -> None:
