@@ -137,6 +137,7 @@ MUTANTS = [
     Mutant("predict_speedup", "Knows 16 bits only.", ("weights = P * element_bytes", "weights = P * 2")),
     Mutant("predict_speedup", "Takes a step with a cache to be bound by memory always.", (STEP_CACHED, "cached += (weights + a_token * i) / bandwidth")),
     Mutant("predict_speedup", "Forgets attention's FLOPs in a step with a cache.", ("2 * P + 4 * A * L * i)", "2 * P)")),
+    Mutant("predict_speedup", "Counts the input embedding as work.", ("P, A, L = config.matmul_params", "P, A, L = config.parameter_count")),
     Mutant("predict_speedup", "Takes half of n.", ("return naive / cached", "return n / 2")),
     # speedup_guesses
     Mutant("speedup_guesses", "Takes the ratio of FLOPs on both.", ("return 27.0, 1.0", "return 257.0, 100.0"), says="On the CPU"),

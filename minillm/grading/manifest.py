@@ -47,7 +47,7 @@ DIGESTS: dict[str, str] = {
     "ch01/mutants.py": "2dfee377d6ed2fa87eaf261e9febc9491b89edfb7dfa3d548f981b0753c7e2c1",
     "ch01/solution.py": "55bb94878c91fa4ed3181abc14449def09f874b67990dbe35aef2e1d9381ce4f",
     "ch01/test_exercise.py": "bf25c7c28c49468b600565910f1c34447aff8ddf60dea9ede0e3b0c6e94d67e1",
-    "ch02/mutants.py": "cebbab85171d084534f02f15fdcf363894d321ab2777a2aea74e8d8e10e8659a",
+    "ch02/mutants.py": "10a63d10f30d66fd38518af3cbd4371d539bc63a138c1c44a5a99ff21ddba6ca",
     "ch02/solution.py": "dd3c21599c6e60e35281f0a7537f38c8c62ccd09c45e6dd880426e3705c8982c",
     "ch02/test_exercise.py": "ff5a22103781124701e2a658b06c79907fe65a9d0956435a3a71c6f22f643d7e",
 }
