@@ -372,12 +372,8 @@ def test_predict_speedup(predict_speedup):
         ("qwen3-0.6b", 512, a100, 2.0),
         ("smollm2-1.7b", 3000, (1e12, 1e12), 2.0),
         ("smollm2-135m", 64, (100e9, 20e9), 4.0),
-        (
-            "smollm2-1.7b",
-            900,
-            (1e11, 1e12),
-            4.0,
-        ),  # a ridge so low that a step with a cache computes for longer than it reads
+        ("llama-3-8b", 20_000, h100, 2.0),  # so long that attention counts, and P does not cancel
+        ("smollm2-1.7b", 900, (1e11, 1e12), 4.0),  # a low ridge: with a cache a step computes for longer than it reads
         ("smollm2-360m", 700, (3e11, 1e12), 2.0),  # and one where it depends on the length
     ]
     for name, n, (peak, bandwidth), size in cases:

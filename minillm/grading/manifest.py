@@ -49,5 +49,5 @@ DIGESTS: dict[str, str] = {
     "ch01/test_exercise.py": "bf25c7c28c49468b600565910f1c34447aff8ddf60dea9ede0e3b0c6e94d67e1",
     "ch02/mutants.py": "10a63d10f30d66fd38518af3cbd4371d539bc63a138c1c44a5a99ff21ddba6ca",
     "ch02/solution.py": "dd3c21599c6e60e35281f0a7537f38c8c62ccd09c45e6dd880426e3705c8982c",
-    "ch02/test_exercise.py": "ff5a22103781124701e2a658b06c79907fe65a9d0956435a3a71c6f22f643d7e",
+    "ch02/test_exercise.py": "1d55c6c391de70dcb522ebc4409c2a0d75bc0a1ac048996f223303d864e6ae20",
 }
