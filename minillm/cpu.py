@@ -10,6 +10,7 @@ it is oneDNN either way, and calling it directly saves some steps on the way the
 import platform
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +27,21 @@ class OneDNNLinear(nn.Linear):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
         self.weight, self.bias = linear.weight, linear.bias
+        self._choose()
+
+    def _choose(self) -> None:
+        # The overload is looked up here and not at each call: 2 % of a decode step.
+        self._onednn = torch.ops.mkldnn._linear_pointwise.default if _onednn_takes(self.weight) else None
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "OneDNNLinear":
+        super()._apply(fn, recurse)
+        self._choose()
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
-        if not _onednn_takes(self.weight):
+        if self._onednn is None:
             return super().forward(x)
-        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return self._onednn(x, self.weight, self.bias, "none", [], "")
 
 
 def fastest_linear(linear: nn.Linear) -> nn.Linear:
