@@ -7,7 +7,8 @@ from typing import Any
 
 from rich.console import Console
 
-from minillm.report import duration, make_console, make_table, write_json
+from minillm.files import write_json
+from minillm.report import duration, make_console, make_table
 
 
 def main(folder: Path, outcomes: list[str]) -> None:

@@ -26,7 +26,8 @@ from rich.console import Console
 import minillm
 from minillm.device import pick_device, pick_dtype
 from minillm.errors import MinillmError, UsageError
-from minillm.report import check_writable, make_console, make_table, write_json
+from minillm.files import check_writable, write_json
+from minillm.report import make_console, make_table
 from minillm.tokenizer import Tokenizer
 
 MODEL = "smollm2-135m"

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from minillm.files import check_writable as check_writable
-from minillm.files import write_json as write_json
 from minillm.metrics import FiveNumbers
 from minillm.roofline.ceilings import Ceilings
 from minillm.roofline.plot import si

@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from minillm.errors import MinillmError, UsageError
+from minillm.files import check_writable, write_json
 from minillm.grading import scorecard
 from minillm.grading.catalog import find_exercises, select
 from minillm.grading.channel import TIME_LIMIT
 from minillm.grading.engine import Grading, Scorecard
-from minillm.report import check_writable, make_console, write_json
+from minillm.report import make_console
 
 
 def grade(args: argparse.Namespace) -> None:
