@@ -297,7 +297,7 @@ def _predict(args: argparse.Namespace) -> None:
     from minillm.config import known_model
     from minillm.device import DTYPES, pick_device, pick_dtype
     from minillm.files import check_writable, write_json
-    from minillm.report import make_console, predictions_table
+    from minillm.report import duration, make_console, predictions_table
     from minillm.roofline.hardware import known_hardware
     from minillm.roofline.plot import si
     from minillm.roofline.position import predict_stage
@@ -320,7 +320,7 @@ def _predict(args: argparse.Namespace) -> None:
     console.print(
         f"[dim]Batch {args.batch}; prefill of {args.context} tokens; decode is one step that attends over {args.context}, "
         f"and reads {si(weights)}B of weights. Ceilings ({ceilings.source}): {si(ceilings.bandwidth)}B/s, "
-        f"{si(ceilings.peak)}FLOP/s, {ceilings.overhead * 1e6:.2g} us overhead an operator.[/dim]"
+        f"{si(ceilings.peak)}FLOP/s, {duration(ceilings.overhead)} overhead an operator.[/dim]"
     )
     if args.json:
         names = {key: getattr(args, key) for key in ("model", "hardware", "stage", "batch", "context")}

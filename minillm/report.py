@@ -32,7 +32,7 @@ def ceilings_table(measured: Ceilings, datasheet: Ceilings | None) -> Table:
     sheet = _ceiling_figures(datasheet) if datasheet else {}
     for name, figure in _ceiling_figures(measured).items():
         table.add_row(name, figure, sheet.get(name, "not in the table"))
-    table.add_row("overhead", f"{measured.overhead * 1e6:.2g} us an operator", "-")
+    table.add_row("overhead", f"{duration(measured.overhead)} an operator", "-")
     return table
 
 
