@@ -73,6 +73,7 @@ MUTANTS = [
     Mutant("binding_limit", "Knows two limits.", (', "overhead": operators * overhead', ""), says="third"),
     Mutant("binding_limit", "Takes the shortest.", ("max(seconds", "min(seconds"), says="longest"),
     Mutant("binding_limit", "Compares FLOPs with bytes.", ("flops / peak", "flops / 1e12"), ("moved / bandwidth", "moved / 1e12")),
+    Mutant("binding_limit", "Asks for the overhead first, against memory alone.", ("return max(seconds", 'if seconds["overhead"] > seconds["memory"]:\n        return "overhead"\n    return max(seconds')),
     Mutant("binding_limit", "Gives seconds in place of the name.", ("max(seconds, key=seconds.__getitem__)", "max(seconds.values())"), says="word"),
     Mutant("binding_limit", "Asks the ridge first, so that overhead never beats compute.", ("return max(seconds, key=seconds.__getitem__)", 'if flops / moved > peak / bandwidth:\n        return "compute"\n    return max(seconds, key=seconds.__getitem__)')),
     # decode_seconds
@@ -100,6 +101,7 @@ MUTANTS = [
     Mutant("step_intensity", "Stores keys and no values.", ("keys_and_values = 2 *", "keys_and_values ="), says="values"),
     Mutant("step_intensity", "Takes the width of the model for that of the heads.", ("config.n_heads * config.head_dim", "config.d_model")),
     Mutant("step_intensity", "Knows 16 bits only.", ("config.head_dim * element_bytes", "config.head_dim * 2"), ("(P * element_bytes", "(P * 2")),
+    Mutant("step_intensity", "Takes half a byte for one.", ("config.head_dim * element_bytes", "config.head_dim * max(1, int(element_bytes))")),
     Mutant("step_intensity", "Counts every parameter's FLOPs, the embedding's too.", ("P, L, A = config.matmul_params", "P, L, A = config.parameter_count")),
     # step_intensity_limit
     Mutant("step_intensity_limit", "Forgets the FLOPs of attention.", ("+ 4 * A * L * context", ""), says="Attention"),
@@ -108,5 +110,6 @@ MUTANTS = [
     Mutant("step_intensity_limit", "Keeps the weights.", ("(context * keys_and_values)", "(context * keys_and_values + P * element_bytes)"), says="drop out"),
     Mutant("step_intensity_limit", "Takes a large batch for an endless one.", ("return (2 * P + 4 * A * L * context)", "return 256 * (2 * P + 4 * A * L * context)"), ("(context * keys_and_values)", "(256 * context * keys_and_values + P * element_bytes)")),
     Mutant("step_intensity_limit", "Stores keys for every query head.", ("config.n_kv_heads", "config.n_heads"), says="KV heads"),
+    Mutant("step_intensity_limit", "Takes half a byte for one.", ("config.head_dim * element_bytes", "config.head_dim * max(1, int(element_bytes))")),
     Mutant("step_intensity_limit", "Drops the context above the line too.", ("4 * A * L * context", "4 * A * L")),
 ]  # fmt: skip

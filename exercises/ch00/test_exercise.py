@@ -220,6 +220,7 @@ def test_binding_limit(binding_limit):
         ((1e9, 5e8, 600, 5e-6), "overhead"),  # 0.01 ms, 0.5 ms, 3 ms
         ((3e11, 2e9, 200, 5e-6), "compute"),  # 3 ms, 2 ms, 1 ms
         ((3e11, 2e9, 900, 5e-6), "overhead"),  # 3 ms, 2 ms, 4.5 ms: intensity above the ridge all the same
+        ((3e11, 1e9, 400, 5e-6), "compute"),  # 3 ms, 1 ms, 2 ms: more overhead than memory, and still compute
         ((1e11, 2e9, 900, 1e-6), "memory"),  # 1 ms, 2 ms, 0.9 ms
         ((1e11, 2e9, 1, 1.5e-3), "memory"),  # 1 ms, 2 ms, 1.5 ms
         ((1e8, 1e9, 2000, 0.0), "memory"),
@@ -296,7 +297,7 @@ def step_costs(config: ModelConfig, context: int, size: float) -> tuple[float, f
 @exercise(points=2)
 def test_step_intensity(step_intensity):
     for config in [*MODELS, ODD]:
-        for batch, context, size in [(32, 4096, 2.0), (256, 512, 1.0), (3, 2048, 4.0), (1, 16, 2.0)]:
+        for batch, context, size in [(32, 4096, 2.0), (256, 512, 1.0), (3, 2048, 4.0), (1, 16, 2.0), (8, 900, 0.5)]:
             linear, attention, weights, kv = step_costs(config, context, size)
             G, L = config.group_size, config.n_layers
             flops, moved = batch * (linear + attention), weights + batch * kv
@@ -323,7 +324,7 @@ def test_step_intensity(step_intensity):
 @exercise(points=2)
 def test_step_intensity_limit(step_intensity_limit):
     for config in [*MODELS, ODD]:
-        for context, size in [(512, 2.0), (4096, 2.0), (100, 1.0), (33, 4.0)]:
+        for context, size in [(512, 2.0), (4096, 2.0), (100, 1.0), (33, 4.0), (700, 0.5)]:
             linear, attention, weights, kv = step_costs(config, context, size)
             batch = 1e12  # the limit, computed as what it is
             expected = batch * (linear + attention) / (weights + batch * kv)

@@ -58,6 +58,7 @@ def rope(x, positions, theta=10_000.0):
     Mutant("greedy", "Keeps a dimension too many.", ("dim=-1", "dim=-1, keepdim=True"), says="shape"),
     Mutant("greedy", "Returns the logit.", ("logits.argmax(dim=-1)", "logits.amax(dim=-1)"), says="ids"),
     Mutant("greedy", "Takes the least probable.", ("argmax", "argmin"), says="least"),
+    Mutant("greedy", "Rounds the logits to bfloat16.", ("logits.argmax", "logits.bfloat16().argmax")),
     Mutant("greedy", "Compares magnitudes.", ("logits.argmax", "logits.abs().argmax")),
     # top_p
     Mutant("top_p", "Drops the token that crosses p.", ("before < p", "before + probabilities < p"), says="crosses"),
@@ -148,4 +149,8 @@ def draw(probabilities, seed):
     Mutant("crossover", "Takes the model's width for A.", ("config.n_heads * config.head_dim", "config.d_model"), says="query heads"),
     Mutant("crossover", "Takes KV heads for A.", ("config.n_heads *", "config.n_kv_heads *"), says="KV heads"),
     Mutant("crossover", "Counts the input embedding as work.", ("config.matmul_params", "config.parameter_count")),
+    # found by an adversary
+    Mutant("top_p", "Keeps one more when the sum is p exactly.", ("before < p", "before <= p"), says="reached"),
+    Mutant("generate", "Sees the last 64 tokens.", ("torch.tensor([tokens])", "torch.tensor([tokens[-64:]])"), says="300"),
+    Mutant("naive_flops", "Adds up floats.", (FLOPS, "return int(float(sum_to(last)) - float(sum_to(first - 1)))"), says="not exact"),
 ]  # fmt: skip

@@ -145,4 +145,8 @@ MUTANTS = [
     Mutant("speedup_guesses", "Thinks that it gains nothing on a CPU.", ("27.0, 1.0", "1.0, 1.0"), says="On the CPU"),
     Mutant("speedup_guesses", "Gives one number.", ("27.0, 1.0", "27.0"), says="two numbers"),
     Mutant("speedup_guesses", "Exchanges the machines.", ("27.0, 1.0", "1.0, 27.0"), says="On the CPU"),
+    # found by an adversary
+    Mutant("largest_batch", "Takes half a byte of a weight for one.", ("config.parameter_count * weight_bytes", "config.parameter_count * max(1, int(weight_bytes))")),
+    Mutant("largest_batch", "Takes half a byte of a key for one.", ("config.head_dim * element_bytes", "config.head_dim * max(1, int(element_bytes))")),
+    Mutant("predict_speedup", "Reads keys and values without a cache too.", (STEP_NAIVE, STEP_NAIVE.replace("weights / bandwidth", "(weights + a_token * i) / bandwidth")), says="no keys"),
 ]  # fmt: skip

@@ -315,6 +315,7 @@ def test_largest_batch(largest_batch):
         (KNOWN_MODELS["llama-2-13b"], 24e9, 2048, 2.0, 2.0),  # the weights alone do not fit
         (KNOWN_MODELS["llama-2-13b"], 27e9, 4096, 2.0, 2.0),  # nor does one user beside them
         (KNOWN_MODELS["smollm2-135m"], 15.84e9, 8192, 4.0, 4.0),
+        (KNOWN_MODELS["llama-3-8b"], 80e9, 500, 0.5, 0.5),  # 4 bits each, and thousands of users
     ]
     exact = KNOWN_MODELS["smollm2-1.7b"]  # fits to the byte
     cases.append((exact, float(exact.parameter_count * 2 + 7 * 512 * 196_608), 512, 2.0, 2.0))
@@ -374,6 +375,7 @@ def test_predict_speedup(predict_speedup):
         ("smollm2-135m", 64, (100e9, 20e9), 4.0),
         ("llama-3-8b", 20_000, h100, 2.0),  # so long that attention counts, and P does not cancel
         ("smollm2-1.7b", 900, (1e11, 1e12), 4.0),  # a low ridge: with a cache a step computes for longer than it reads
+        ("smollm2-135m", 3000, (1e18, 1e12), 2.0),  # a high ridge: every step reads, on both sides
         ("smollm2-360m", 700, (3e11, 1e12), 2.0),  # and one where it depends on the length
     ]
     for name, n, (peak, bandwidth), size in cases:
@@ -392,6 +394,9 @@ def test_predict_speedup(predict_speedup):
             "That is the last step alone: add up all of them.": float(naive_s[-1] / cached_s[-1]),
             "Take the longer of the two limits in each step, not of the sums.": float(total_naive / total_cached),
             "In each step the longer limit counts, not both together.": float(both),
+            "Without a cache there are no keys and values to read: a pass reads the weights alone.": float(
+                torch.maximum(s["naive_compute"], s["cached_read"]).sum() / cached_s.sum()
+            ),
             "That is upside down: naive over cached.": float(cached_s.sum() / naive_s.sum()),
         }
         answer = ask(predict_speedup, config, n, peak, bandwidth, size)

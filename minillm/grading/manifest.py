@@ -41,13 +41,13 @@ EXERCISES: dict[str, dict[str, int]] = {
 
 DIGESTS: dict[str, str] = {
     "conftest.py": "0e3729f43d56daf5df4636677702b4f8e2e144b04b7abf6df71a0d96604540a4",
-    "ch00/mutants.py": "cbd1da4aaea0a51499df51d67c29f86f0ccd7ab08ac8186d2458dd9bfdbe79be",
+    "ch00/mutants.py": "36d63af057b42b2c0f5b7882163a99ac510fb6fd43b69df93aae82070d8618f8",
     "ch00/solution.py": "2f2782afade6b97e5f022705e5d168d9883d1616603986b353ea543fc97dbf0f",
-    "ch00/test_exercise.py": "084322b6f77a839f2c6239e30a0efade11fdb3f088968d426ba6bfed83bbb82d",
-    "ch01/mutants.py": "2dfee377d6ed2fa87eaf261e9febc9491b89edfb7dfa3d548f981b0753c7e2c1",
+    "ch00/test_exercise.py": "3bd6b7d1e43c8704559f340244a309685ec55b83e878838b1d408507b4f27785",
+    "ch01/mutants.py": "2bc0fca8e9afb47d6d4b0d786d88a283e691fbe3d6915b2ff56c78e02e77a5d9",
     "ch01/solution.py": "55bb94878c91fa4ed3181abc14449def09f874b67990dbe35aef2e1d9381ce4f",
-    "ch01/test_exercise.py": "bf25c7c28c49468b600565910f1c34447aff8ddf60dea9ede0e3b0c6e94d67e1",
-    "ch02/mutants.py": "10a63d10f30d66fd38518af3cbd4371d539bc63a138c1c44a5a99ff21ddba6ca",
+    "ch01/test_exercise.py": "7ae41ec4c0c2e25039124b32fed0d45bf5ff61306e014b2f5be0604d04b5597e",
+    "ch02/mutants.py": "26d904d8d0b98dfa60e1b59c8a7da3d981974e60b9ca77e0f3f6bf4b91229145",
     "ch02/solution.py": "dd3c21599c6e60e35281f0a7537f38c8c62ccd09c45e6dd880426e3705c8982c",
-    "ch02/test_exercise.py": "1d55c6c391de70dcb522ebc4409c2a0d75bc0a1ac048996f223303d864e6ae20",
+    "ch02/test_exercise.py": "6c561bd08d6891fefcf84c00f3584932475a5a8e047063a2ff45ec2084b8d1fd",
 }

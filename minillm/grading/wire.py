@@ -89,7 +89,7 @@ def _encode(value: Any, blobs: list[bytes], special: Special) -> Any:
 
 
 def _encode_tensor(x: Tensor, blobs: list[bytes]) -> list[Any]:
-    x = x.detach().cpu().contiguous()
+    x = x.detach().cpu().clone(memory_format=torch.contiguous_format)  # `contiguous` keeps odd strides of size-1 dims
     data = x.reshape(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
     blobs.append(data)
     return [str(x.dtype).removeprefix("torch."), list(x.shape), sum(map(len, blobs[:-1]))]
