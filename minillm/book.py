@@ -61,8 +61,9 @@ class Table:
         return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
     def _repr_markdown_(self) -> str:
-        # Of what Markdown reads as its own, figures hold two: a bar parts cells, dollars enclose a formula.
-        cells = [[cell.replace("|", "\\|").replace("$", "\\$") for cell in row] for row in self.rows]
+        # Of what Markdown reads as its own, figures hold two: a bar parts cells, dollars enclose a formula. JupyterLab looks
+        # for formulas once more in the finished page, where a backslash is gone and a tag still keeps two dollars apart.
+        cells = [[cell.replace("|", "\\|").replace("$", "<span>\\$</span>") for cell in row] for row in self.rows]
         lines = ["| " + " | ".join(row) + " |" for row in cells]
         rule = "| :-- |" + " --: |" * (len(self.rows[0]) - 1)
         return "\n".join([lines[0], rule, *lines[1:]])
