@@ -265,7 +265,9 @@ def test_show_refuses_an_unknown_method():
 def test_table_reads_as_text_and_as_markdown():
     shown = table(["model", "GB"], [["a|b", 1.5], ["long name", "$10"]])
     assert repr(shown) == "model       GB\n---------  ---\na|b        1.5\nlong name  $10"
-    assert shown._repr_markdown_() == "| model | GB |\n| :-- | --: |\n| a\\|b | 1.5 |\n| long name | <span>\\$</span>10 |"
+    assert (
+        shown._repr_markdown_() == "| model | GB |\n| :-- | --: |\n| a\\|b | 1.5 |\n| long name | <span>\\$</span>10 |"
+    )
 
 
 def test_table_refuses_a_ragged_row():
