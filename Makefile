@@ -9,7 +9,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-for-$(notdir $(PYTHON))
 
-.PHONY: env tour test notebooks lint clean
+.PHONY: env tour test notebooks stubs lint clean
 .DEFAULT_GOAL := tour
 
 env: $(STAMP)
@@ -36,6 +36,9 @@ lint: env
 
 notebooks: env
 	$(BIN)/python chapters/build.py $(CHAPTERS)
+
+stubs: env # after a change in exercises/*/solution.py: the learner's files, the notebooks and the graders' digests
+	$(BIN)/python -m minillm.grading --force
 
 clean:
 	rm -rf $(VENV) tour build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
