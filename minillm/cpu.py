@@ -1,10 +1,10 @@
 """Which library multiplies matrices on the CPU.
 
 PyTorch carries two: MKL, which it always takes for float32, and oneDNN, which it takes for 16 bits. MKL is Intel's, and at home
-on Intel's processors. On a 2-core AMD EPYC its matrix-vector product runs on one thread and reads weights at 15 of 45 GB/s, and
-its large products reach 200 of 460 GFLOP/s: with oneDNN, prefill and decode take about half the time. So on processors that are
-not Intel's, `load` exchanges the linear layers, from outside: same weights, same products, another order of summation. In bf16
-it is oneDNN either way, and calling it directly saves some steps on the way there: 1 to 4 % of a decode step.
+on Intel's processors. On a 2-core AMD EPYC its matrix-vector product reads weights at 15 GB/s where oneDNN's reads 34, and its
+large products reach 200 GFLOP/s where oneDNN's reach 450 (`benchmarks/linear.py`). So on processors that are not Intel's, `load`
+exchanges the linear layers, from outside: same weights, same products, another order of summation. In bf16 it is oneDNN either
+way, and calling it directly saves a step or two on the way there.
 """
 
 import platform
@@ -30,7 +30,7 @@ class OneDNNLinear(nn.Linear):
         self._choose()
 
     def _choose(self) -> None:
-        # The overload is looked up here and not at each call: 2 % of a decode step.
+        # The overload is looked up here, once, and not at each of a step's hundred calls.
         self._onednn = torch.ops.mkldnn._linear_pointwise.default if _onednn_takes(self.weight) else None
 
     def _apply(self, fn: Any, recurse: bool = True) -> "OneDNNLinear":
