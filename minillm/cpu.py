@@ -2,7 +2,7 @@
 
 PyTorch carries two: MKL, which it always takes for float32, and oneDNN, which it takes for 16 bits. MKL is Intel's, and at home
 on Intel's processors. On a 2-core AMD EPYC its matrix-vector product reads weights at 15 GB/s where oneDNN's reads 34, and its
-large products reach 200 GFLOP/s where oneDNN's reach 450 (`benchmarks/linear.py`). So on processors that are not Intel's, `load`
+large products reach 200 GFLOP/s where oneDNN's reach 450 (`benchmarks/linear.py`). So on processors that are not Intel's, load
 exchanges the linear layers, from outside: same weights, same products, another order of summation. In bf16 it is oneDNN either
 way, and calling it directly saves a step or two on the way there.
 """
