@@ -4,7 +4,7 @@ import operator
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
-from typing import SupportsIndex
+from typing import SupportsIndex, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from minillm.config import ModelConfig, check_token
 from minillm.device import wait_for
 from minillm.errors import MinillmError, UsageError
 from minillm.model import Transformer
+from minillm.sampling import SamplerLike, fresh
 
 OnToken = Callable[[int], None]
 
@@ -95,19 +96,32 @@ class Recorder:
             raise UsageError(f"stop_tokens is {stop_tokens!r}; give a collection of token ids, such as [2].") from None
         self._on_token = on_token
 
-    def add(self, token: Tensor) -> bool:
-        """Take the next token (1,); True when it is a stop token, which is kept as the last one."""
+    @property
+    def reads(self) -> bool:
+        """Whether someone asked to see tokens as they come."""
+        return self._on_token is not None or bool(self._stop_tokens)
+
+    def add(self, token: Tensor, value: int | None = None) -> bool:
+        """Take the next token (1,); True when it is a stop token, which is kept as the last one.
+
+        `value` is the same token where the host knows it already: a batch reads those of all its rows at once.
+        """
         self._tokens.append(token)
         self._clock.mark()
-        if self._on_token is None and not self._stop_tokens:
+        if not self.reads:
             return False
-        value = int(token)  # the only place where a generation waits for the device
+        if value is None:
+            value = int(token)  # the only place where the generation of one prompt waits for the device
         if self._on_token is not None:
             self._on_token(value)
         return value in self._stop_tokens
 
     def finish(self) -> Generation:
         return Generation(self._tokens, self._clock)
+
+
+# The loop of a stage: tokens (B, T) of prompts of equal length, up to that many new tokens for each, sampler, recorder.
+Run: TypeAlias = Callable[[Transformer, Tensor, int, SamplerLike, Recorder], None]
 
 
 def check_prompt(config: ModelConfig, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
@@ -124,6 +138,23 @@ def check_prompt(config: ModelConfig, prompt: Sequence[int], max_new_tokens: int
             f"of {config.name}: shorten the prompt or ask for fewer tokens."
         )
     return ids
+
+
+def generate_alone(
+    run: Run,
+    model: Transformer,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    sampler: SamplerLike,
+    stop_tokens: Collection[int],
+    on_token: OnToken | None,
+) -> Generation:
+    """What `generate` of a stage for one prompt does around its `run`: check, record, begin the sampler's sequence anew."""
+    recorder = Recorder(model.device, stop_tokens, on_token)  # its clock starts here
+    tokens = prompt_tensor(model, prompt, max_new_tokens)  # (1, T)
+    with torch.inference_mode():
+        run(model, tokens, max_new_tokens, fresh(sampler), recorder)
+    return recorder.finish()
 
 
 def prompt_tensor(model: Transformer, prompt: Sequence[int], max_new_tokens: int) -> Tensor:

@@ -98,7 +98,7 @@ def _meta_model(config: ModelConfig) -> Transformer:
         raise MinillmError(f"{config.name} has weights of an impossible size by its configuration.") from None
 
 
-def _empty_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Transformer:
+def empty_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Transformer:
     """The model with memory and without values."""
     model = _meta_model(config).to(dtype=dtype)
     try:
@@ -118,7 +118,7 @@ def fill_model(
 ) -> Transformer:
     """A model with the weights of a file. Raises `MinillmError` if they are not those that its configuration asks for."""
     _check_tensors(named_parts(_meta_model(config)), stored, config)
-    model = _empty_model(config, device, dtype)
+    model = empty_model(config, device, dtype)
     if device.type != "meta":
         with _one_thread():
             for name, part in named_parts(model).items():
@@ -150,7 +150,7 @@ def random_model(
     are smaller by sqrt(2L), for the 2L additions.
     """
     device = torch.device(device)
-    model = _empty_model(config, device, dtype)
+    model = empty_model(config, device, dtype)
     generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
     for name, parameter in model.named_parameters():
         if "norm" in name:

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from minillm import stages
 from minillm.config import ModelConfig, llama3_rope_factors
 from minillm.model import Cache, Transformer
-from minillm.stages import kv_cache, naive
+from minillm.stages import naive
 
 # One shape a family, each awkward where bugs hide: several KV heads with groups of more than one, head_dim apart from
 # d_model / n_heads, a window shorter than any sequence here, RoPE factors that all differ, an odd vocabulary.
@@ -38,7 +39,7 @@ SHAPES = {
     "multi-query": ModelConfig("mqa-tiny", 2, 32, 4, 1, 8, 48, 97, 192),
     "multi-head": ModelConfig("mha-tiny", 2, 32, 4, 4, 8, 48, 97, 192),
 }
-STAGES = {"naive": naive.generate, "kv_cache": kv_cache.generate}
+STAGES = {name: stage.generate for name, stage in stages.STAGES.items()}
 
 
 @pytest.fixture(scope="module", autouse=True)

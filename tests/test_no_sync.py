@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from minillm.model import Attention, Transformer
 from minillm.sampling import Sampler
-from minillm.stages import kv_cache, naive
+from minillm.stages import STAGES, kv_cache
 
 # Operators whose result, or the shape of it, the host must wait for.
 READING_OPERATORS = {
@@ -107,7 +107,7 @@ def model(request: pytest.FixtureRequest) -> Transformer:
     return lively_model(SHAPES[request.param]).to("meta")
 
 
-every_stage = pytest.mark.parametrize("stage", [naive, kv_cache], ids=["naive", "kv_cache"])
+every_stage = pytest.mark.parametrize("stage", STAGES.values(), ids=STAGES)
 PROMPT = list(range(9))
 
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from minillm.errors import MinillmError
-from minillm.generation import Generation, OnToken, Recorder, prompt_tensor
-from minillm.model import Transformer
-from minillm.sampling import SamplerLike, fresh, greedy
+from minillm.generation import Generation, OnToken, Recorder, generate_alone
+from minillm.model import Cache, Transformer
+from minillm.sampling import SamplerLike, greedy
 from minillm.stages.naive import causal_attention
 
 
@@ -60,10 +60,10 @@ class KVCache:
         return causal_attention(q, k, v, self.config.sliding_window)
 
 
-def run(model: Transformer, tokens: Tensor, max_new_tokens: int, sampler: SamplerLike, recorder: Recorder) -> None:
-    """Prefill B prompts of equal length, tokens (B, T), then decode up to `max_new_tokens` for each, one a step."""
-    B, T = tokens.shape
-    cache = KVCache(model, capacity=T + max_new_tokens - 1, batch=B)  # the last new token is never fed back
+def prefill_and_decode(
+    model: Transformer, cache: Cache, tokens: Tensor, max_new_tokens: int, sampler: SamplerLike, recorder: Recorder
+) -> None:
+    """Run B prompts of equal length, tokens (B, T), into an empty cache, then decode one token of each a step."""
     for _ in range(max_new_tokens):
         hidden = model.hidden(tokens, cache)  # (B, T, C) in prefill, (B, 1, C) in decode
         token = sampler(model.head(hidden[:, -1]))  # (B, V) -> (B,): only the last position is asked
@@ -72,7 +72,13 @@ def run(model: Transformer, tokens: Tensor, max_new_tokens: int, sampler: Sample
         tokens = token[:, None]  # (B, 1)
 
 
-@torch.inference_mode()
+def run(model: Transformer, tokens: Tensor, max_new_tokens: int, sampler: SamplerLike, recorder: Recorder) -> None:
+    """Extend B prompts of equal length, tokens (B, T), by up to `max_new_tokens` each."""
+    B, T = tokens.shape
+    cache = KVCache(model, capacity=T + max_new_tokens - 1, batch=B)  # the last new token is never fed back
+    prefill_and_decode(model, cache, tokens, max_new_tokens, sampler, recorder)
+
+
 def generate(
     model: Transformer,
     prompt: Sequence[int],
@@ -83,7 +89,4 @@ def generate(
     on_token: OnToken | None = None,
 ) -> Generation:
     """Generate up to `max_new_tokens` after the prompt. Raises `UsageError` for a prompt that cannot run."""
-    recorder = Recorder(model.device, stop_tokens, on_token)  # its clock starts here
-    tokens = prompt_tensor(model, prompt, max_new_tokens)  # (1, T)
-    run(model, tokens, max_new_tokens, fresh(sampler), recorder)
-    return recorder.finish()
+    return generate_alone(run, model, prompt, max_new_tokens, sampler, stop_tokens, on_token)

@@ -15,27 +15,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minillm.generation import Generation, OnToken, Recorder, prompt_tensor
+from minillm.generation import Generation, OnToken, Recorder, generate_alone
 from minillm.model import Transformer
-from minillm.sampling import SamplerLike, fresh, greedy
+from minillm.sampling import SamplerLike, greedy
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
     """softmax(q k^T / sqrt(D)) v, where a query sees no key after itself.
 
     q is (B, H, T, D), k and v are (B, H, S, D), and the T queries are the *last* T of the S positions: query i stands at
-    position S-T+i. With a window W it sees keys S-T+i-W+1 to S-T+i. Returns (B, H, T, D).
+    position S-T+i. With a window W it sees keys S-T+i-W+1 to S-T+i. Returns (B, H, T, D). Where k and v have fewer heads,
+    each serves a group of neighbouring query heads.
     """
-    T, S = q.shape[2], k.shape[2]
+    T, S, grouped = q.shape[2], k.shape[2], k.shape[1] < q.shape[1]
     windowed = window is not None and S > window
     if not windowed and T in (1, S):
         # One query sees every key. A whole prefix is the square case, the only one that `is_causal` means rightly:
         # it aligns its triangle with the upper left corner.
-        return F.scaled_dot_product_attention(q, k, v, is_causal=T > 1)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=T > 1, enable_gqa=grouped)
     visible = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
     if windowed:
         visible = visible.triu(S - T - window + 1)  # type: ignore[operator]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=grouped)
 
 
 class NoCache:
@@ -65,7 +66,6 @@ def run(model: Transformer, tokens: Tensor, max_new_tokens: int, sampler: Sample
         tokens = torch.cat([tokens, token[:, None]], dim=1)  # (B, T) -> (B, T+1)
 
 
-@torch.inference_mode()
 def generate(
     model: Transformer,
     prompt: Sequence[int],
@@ -76,7 +76,4 @@ def generate(
     on_token: OnToken | None = None,
 ) -> Generation:
     """Generate up to `max_new_tokens` after the prompt. Raises `UsageError` for a prompt that cannot run."""
-    recorder = Recorder(model.device, stop_tokens, on_token)  # its clock starts here
-    tokens = prompt_tensor(model, prompt, max_new_tokens)  # (1, T)
-    run(model, tokens, max_new_tokens, fresh(sampler), recorder)
-    return recorder.finish()
+    return generate_alone(run, model, prompt, max_new_tokens, sampler, stop_tokens, on_token)

@@ -1,0 +1,281 @@
+"""Chapter 4, second half. Continuous batching: the batch is chosen anew at every step.
+
+A static batch waits for its longest answer. Here a request leaves as soon as it is done and the next one takes its slot in the
+very next step: iteration-level scheduling (Orca; Yu et al., OSDI 2022). One pass serves all: the tokens of all running
+requests, one for a request that decodes and the whole prompt for a new one, are *packed* into one row (1, N) without padding.
+The linear layers see N tokens and do not care whose they are; only attention, in the cache, treats each request by itself.
+
+    Scheduler     decides who runs: knows lengths, never tokens. First come, first served.
+    SlottedCache  keeps the keys and values of each running request in a slot, from position 0 on
+    Engine        one step: schedule, pack, run the model, choose the next tokens
+
+Invariants: the running requests hold the slots 0 to n-1, in the order of the rows; a token's position is its place in its slot;
+what running requests may still write never exceeds the cache, so no request, once admitted, is ever thrown out.
+"""
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from minillm.batch import OnBatchToken, Request, Row, check_max_batch, choose, record, requests_of, rows_of
+from minillm.errors import MinillmError, UsageError
+from minillm.generation import Generation, Recorder
+from minillm.model import Transformer
+from minillm.sampling import SamplerLike, greedy
+from minillm.stages import static_batching
+from minillm.stages.gqa import decode_attention
+from minillm.stages.naive import causal_attention
+
+BLOCK = 64  # columns of the slotted cache that are made ready at a time
+
+
+class Scheduler:
+    """Who runs in the next step. Bounded by slots and by the tokens that all running requests together may keep.
+
+    Requests are admitted in the order in which they came, and none overtakes: the first in the queue gets the next room that is
+    enough for it, so none starves. `max_tokens` None is no bound beyond that of the slots.
+    """
+
+    def __init__(self, max_batch: int, max_length: int, max_tokens: int | None = None) -> None:
+        check_max_batch(max_batch)
+        self.max_batch = max_batch
+        self.max_length = max_length  # tokens that one slot holds
+        self.max_tokens = max_batch * max_length if max_tokens is None else max_tokens
+        self.waiting: deque[Row] = deque()
+        self.running: list[Row] = []  # in the order of their slots
+
+    def submit(self, row: Row) -> None:
+        """Put a request at the end of the queue. Raises `UsageError` for one that would never fit."""
+        limit = min(self.max_length, self.max_tokens)
+        if row.size > limit:
+            raise UsageError(
+                f"A request of {len(row.prompt)} prompt tokens and {row.request.max_new_tokens} new ones keeps {row.size} "
+                f"tokens, and the cache has room for {limit}: shorten it or give the cache more."
+            )
+        self.waiting.append(row)
+
+    @property
+    def reserved(self) -> int:
+        """Tokens that the running requests may come to keep."""
+        return sum(row.size for row in self.running if not row.finished)
+
+    def schedule(self) -> list[tuple[int, int]]:
+        """Retire finished requests and admit waiting ones: `running` is then the next step's batch.
+
+        A new request takes the slot of one that has finished. Where no new one comes, the last running request moves into the
+        gap; these moves are returned as (from slot, to slot), in order.
+        """
+        free = [slot for slot, row in enumerate(self.running) if row.finished]
+        reserved = self.reserved
+        while self.waiting and reserved + self.waiting[0].size <= self.max_tokens:
+            if free:
+                self.running[free.pop(0)] = self.waiting[0]
+            elif len(self.running) < self.max_batch:
+                self.running.append(self.waiting[0])
+            else:
+                break
+            reserved += self.waiting.popleft().size
+        moves = []
+        for slot in reversed(free):  # from behind, so that the last row is one that runs
+            last = self.running.pop()
+            if slot < len(self.running):
+                self.running[slot] = last
+                moves.append((len(self.running), slot))
+        return moves
+
+
+class SlottedCache:
+    """Keys and values of up to `slots` sequences with lengths of their own, each filled from the left of its slot.
+
+    Before a pass, `pack` says how many tokens of which slot it brings. Slots that are not in use, however many, cost memory and
+    no time: attention reads the slots of running requests, up to the longest of them.
+    """
+
+    def __init__(self, model: Transformer, slots: int, capacity: int) -> None:
+        config = model.config
+        self.config = config
+        self.device = model.device
+        self.capacity = capacity  # tokens that a slot holds
+        blocks = -(-capacity // BLOCK)
+        shape = (config.n_layers, slots, config.n_kv_heads, blocks * BLOCK, config.head_dim)
+        self.keys = torch.empty(shape, dtype=model.dtype, device=model.device)
+        self.values = torch.empty_like(self.keys)
+        self._finite = 0  # columns that were set to 0 in all slots
+        self.lengths = [0] * slots  # S of each slot, as the host knows it
+        self._slots = torch.arange(slots, device=self.device)
+        self._next = torch.zeros(slots, dtype=torch.int64, device=self.device)  # S of each slot, on the device
+
+    def clear(self, slot: int) -> None:
+        """Make a slot empty. What it held stays in memory and is never read: the new tokens are written before that."""
+        self.lengths[slot] = 0
+        self._next[slot] = 0
+
+    def move(self, source: int, target: int) -> None:
+        """Put what slot `source` holds into slot `target`."""
+        n = self.lengths[target] = self.lengths[source]
+        self.keys[:, target, :, :n] = self.keys[:, source, :, :n]
+        self.values[:, target, :, :n] = self.values[:, source, :, :n]
+        self._next[target] = self._next[source]
+
+    def pack(self, new: Sequence[int]) -> Tensor:
+        """Announce a pass that brings `new[i]` tokens of slot i, packed in that order.
+
+        Returns (n,), the place of each slot's last token in the packed row. With one token for each slot, which is decoding,
+        everything is known on the device already and nothing is sent there.
+        """
+        n = len(new)
+        ends = list(accumulate(new))
+        starts = [end - count for end, count in zip(ends, new, strict=True)]
+        before = self.lengths[:n]
+        after = [length + count for length, count in zip(before, new, strict=True)]
+        if max(after) > self.capacity:
+            raise MinillmError(f"A slot of the cache holds {self.capacity} tokens and was asked to hold {max(after)}.")
+        self.lengths[:n] = after
+        self._clean(max(after))
+        self._chunks = [(slot, starts[slot], ends[slot]) for slot in range(n) if new[slot] > 1]
+        if self._chunks:
+            pairs = [(slot, before[slot] + i) for slot in range(n) for i in range(new[slot])]
+            self._rows, self._columns = torch.tensor(pairs, device=self.device).unbind(1)  # (N,) each
+            self._next[:n] = torch.tensor(after, device=self.device)
+            self._last = torch.tensor(ends, device=self.device) - 1
+        else:
+            self._rows, self._columns, self._last = self._slots[:n], self._next[:n].clone(), self._slots[:n]
+            self._next[:n] += 1
+        self._visible = self._ragged_mask(after)
+        return self._last
+
+    def _clean(self, length: int) -> None:
+        """Zero the columns that no slot has reached before, a block at a time.
+
+        Attention reads all slots up to the longest, and masks what lies beyond the end of a shorter one: there a value counts 0
+        times, and 0 times what fresh memory may hold can be NaN.
+        """
+        while self._finite < length:
+            for memory in (self.keys, self.values):
+                memory[:, :, :, self._finite : self._finite + BLOCK].zero_()
+            self._finite += BLOCK
+
+    def _ragged_mask(self, lengths: Sequence[int]) -> Tensor | None:
+        """(n, 1, 1, S), True where the last token of each slot sees a key; None where all see all."""
+        n, S, window = len(lengths), max(lengths), self.config.sliding_window
+        if min(lengths) == S and (window is None or S <= window):
+            return None
+        keys, length = torch.arange(S, device=self.device), self._next[:n, None]
+        visible = keys < length
+        if window is not None:
+            visible &= keys >= length - window
+        return visible[:, None, None]
+
+    def positions(self, n_tokens: int) -> Tensor:
+        return self._columns[None]  # (1, N)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values = self.keys[layer], self.values[layer]  # (slots, Hkv, capacity, D)
+        keys[self._rows, :, self._columns] = k[0].transpose(0, 1)  # (1, Hkv, N, D) -> (N, Hkv, D)
+        values[self._rows, :, self._columns] = v[0].transpose(0, 1)
+        # The last token of each request sees all of its slot: one query a request, whether its prompt came whole or long ago.
+        n = len(self._last)
+        S = max(self.lengths[:n])
+        last = q[:, :, self._last] if self._chunks else q  # (1, Hq, n, D)
+        out = decode_attention(last.transpose(0, 2), keys[:n, :, :S], values[:n, :, :S], self._visible)
+        out = out.transpose(0, 2)  # (n, Hq, 1, D) -> (1, Hq, n, D)
+        if not self._chunks:
+            return out
+        packed = torch.empty_like(q)
+        packed[:, :, self._last] = out
+        for slot, start, end in self._chunks:
+            seen = slice(0, self.lengths[slot])
+            k, v = keys[slot : slot + 1, :, seen], values[slot : slot + 1, :, seen]  # (1, Hkv, S, D)
+            packed[:, :, start:end] = causal_attention(q[:, :, start:end], k, v, self.config.sliding_window)
+        return packed
+
+
+class Engine:
+    """Serves requests, each of which comes when it comes: `submit` at any time, then `step` until `busy` is False.
+
+    `max_batch` requests run at a time, of at most `max_length` tokens each and `max_tokens` all together. Memory for
+    max_batch x max_length tokens is taken at once.
+    """
+
+    def __init__(self, model: Transformer, max_batch: int, max_length: int, max_tokens: int | None = None) -> None:
+        self.model = model
+        self.scheduler = Scheduler(max_batch, max_length, max_tokens)
+        self.cache = SlottedCache(model, max_batch, max_length)
+        self.steps = 0  # passes of the model so far
+        self.tokens: Tensor  # (n,): what the last step gave, in the order of the slots
+
+    def submit(self, row: Row) -> None:
+        """Put a request into the queue. Raises `UsageError` for one that would never fit."""
+        self.scheduler.submit(row)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is waiting or running."""
+        return bool(self.scheduler.waiting) or any(not row.finished for row in self.scheduler.running)
+
+    @torch.inference_mode()
+    def step(self) -> list[Row]:
+        """One pass of the model: every running request gets its next token. Returns those that this finished."""
+        for source, target in self.scheduler.schedule():
+            self.cache.move(source, target)
+        rows = self.scheduler.running
+        for slot, row in enumerate(rows):
+            if row.is_new:
+                self.cache.clear(slot)
+        last = self.cache.pack([len(row.feed) for row in rows])  # (n,)
+        hidden = self.model.hidden(torch.cat([row.feed for row in rows])[None], self.cache)[0]  # (1, N) -> (N, C)
+        if len(hidden) > len(rows):
+            hidden = hidden[last]  # of a prompt, only the last position is asked
+        self.tokens = choose(rows, self.model.head(hidden))  # (n, V) -> (n,)
+        record(rows, self.tokens)
+        self.steps += 1
+        return [row for row in rows if row.finished]
+
+
+def run(model: Transformer, tokens: Tensor, max_new_tokens: int, sampler: SamplerLike, recorder: Recorder) -> None:
+    """Extend B prompts of equal length, tokens (B, T), admitted together, by up to `max_new_tokens` each."""
+    B, T = tokens.shape
+    engine = Engine(model, max_batch=B, max_length=T + max_new_tokens - 1)
+    for prompt in tokens:
+        row = Row(model, Request([0] * T, max_new_tokens, sampler))
+        row.feed = prompt  # as it is: on `meta` it cannot be read
+        engine.submit(row)
+    for _ in range(max_new_tokens):
+        engine.step()
+        if recorder.add(engine.tokens):
+            break
+
+
+def generate(
+    model: Transformer,
+    prompts: Sequence[Sequence[int] | Request],
+    max_new_tokens: int | Sequence[int] = 0,
+    *,
+    max_batch: int = 16,
+    max_cache_tokens: int | None = None,
+    sampler: SamplerLike = greedy,
+    stop_tokens: Collection[int] = (),
+    on_token: OnBatchToken | None = None,
+) -> list[Generation]:
+    """Answer all prompts, `max_batch` at a time, each leaving its slot to the next one as soon as it is done.
+
+    `max_new_tokens` is one limit or one a prompt, `on_token` is called with the index of a prompt and its token; a `Request`
+    among the prompts has settings of its own. `max_cache_tokens` bounds what the running ones may keep all together. Answers
+    come in the order of the prompts, their times count from this call. Raises `UsageError` for a request that cannot run,
+    before any runs.
+    """
+    check_max_batch(max_batch)
+    rows = rows_of(model, requests_of(prompts, max_new_tokens, sampler, stop_tokens, on_token))
+    engine = Engine(model, min(max_batch, len(rows)), max(row.size for row in rows), max_cache_tokens)
+    # All have come at once, so nobody is overtaken: the longest first, or the last steps would run for one straggler.
+    for row in sorted(rows, key=lambda row: -row.left):
+        engine.submit(row)
+    while engine.busy:
+        engine.step()
+    return [row.generation() for row in rows]
+
+
+generate_static = static_batching.generate
