@@ -111,7 +111,7 @@ class SlottedCache:
     def clear(self, slot: int) -> None:
         """Make a slot empty. What it held stays in memory and is never read: the new tokens are written before that."""
         self.lengths[slot] = 0
-        self._next[slot] = 0
+        self._next[slot : slot + 1].zero_()
 
     def move(self, source: int, target: int) -> None:
         """Put what slot `source` holds into slot `target`."""

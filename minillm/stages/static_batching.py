@@ -59,7 +59,8 @@ def _batch(model: Transformer, rows: Sequence[Row]) -> tuple[Tensor, GroupedKVCa
     T = max(len(row.prompt) for row in rows)
     capacity = T + max(row.left for row in rows) - 1
     pads = [T - len(row.prompt) for row in rows]
-    tokens = torch.stack([F.pad(row.feed, (pad, 0)) for row, pad in zip(rows, pads, strict=True)])  # pads are token 0
+    padded = [[0] * pad + row.prompt for row, pad in zip(rows, pads, strict=True)]
+    tokens = torch.tensor(padded, device=model.device)
     if not any(pads):
         return tokens, GroupedKVCache(model, capacity, batch=len(rows))
     return tokens, PaddedCache(model, capacity, torch.tensor(pads, device=model.device))
