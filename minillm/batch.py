@@ -1,8 +1,9 @@
 """What the batched stages share: requests, the rows of a batch, and how each row gets and keeps its next token."""
 
 import operator
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -68,18 +69,25 @@ class Row:
 
 def requests_of(
     prompts: Sequence[Sequence[int] | Request],
-    max_new_tokens: int | Sequence[int],
+    max_new_tokens: int | Iterable[int],
     sampler: SamplerLike,
     stop_tokens: Collection[int],
     on_token: OnBatchToken | None,
 ) -> list[Request]:
     """One request a prompt, with these settings; what is a `Request` already keeps its own.
 
-    Raises `UsageError` for no prompts at all, and for limits that are not one a prompt.
+    Raises `UsageError` for no prompts at all, for one prompt where a list of them belongs, and for limits that are not one a
+    prompt.
     """
     if len(prompts) == 0:
         raise UsageError("There are no prompts: give at least one.")
-    limits = list(max_new_tokens) if isinstance(max_new_tokens, Sequence) else [max_new_tokens] * len(prompts)
+    if numbers := [prompt for prompt in prompts if _is_number(prompt)]:
+        raise UsageError(f"One of the prompts is {numbers[0]!r}: give a list of prompts, each a list of token ids.")
+    limits: list[Any]
+    if isinstance(max_new_tokens, Iterable) and not _is_number(max_new_tokens):
+        limits = list(max_new_tokens)
+    else:
+        limits = [max_new_tokens] * len(prompts)
     if len(limits) != len(prompts):
         raise UsageError(
             f"There are {len(limits)} limits for {len(prompts)} prompts: give one number, or one a prompt."
@@ -92,6 +100,10 @@ def requests_of(
         prompt if isinstance(prompt, Request) else Request(prompt, limit, sampler, stop_tokens, tell(i))
         for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
     ]
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, SupportsIndex) and getattr(x, "ndim", 0) == 0  # a tensor of several passes for an index too
 
 
 def rows_of(model: Transformer, requests: Sequence[Request]) -> list[Row]:
@@ -113,7 +125,7 @@ def rows_of(model: Transformer, requests: Sequence[Request]) -> list[Row]:
 
 def check_max_batch(max_batch: int) -> None:
     """Raise `UsageError` unless at least one request can run."""
-    if not isinstance(max_batch, int) or max_batch < 1:
+    if not isinstance(max_batch, SupportsIndex) or max_batch < 1:
         raise UsageError(f"max_batch is {max_batch!r}; at least one request must run at a time.")
 
 

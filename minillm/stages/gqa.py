@@ -109,10 +109,15 @@ def with_kv_heads(model: Transformer, n_kv_heads: int) -> Transformer:
     would be. Raises `UsageError` unless one number of KV heads divides the other, and the query heads divide into the new one.
     """
     config, before = model.config, model.config.n_kv_heads
-    if n_kv_heads < 1 or config.n_heads % n_kv_heads or max(before, n_kv_heads) % min(before, n_kv_heads):
+    possible = [
+        n for n in range(1, config.n_heads + 1) if config.n_heads % n == 0 and max(before, n) % min(before, n) == 0
+    ]
+    if n_kv_heads not in possible:
         raise UsageError(
-            f"{config.name} has {config.n_heads} query heads on {before} KV heads, which cannot become {n_kv_heads}."
+            f"{config.name} has {config.n_heads} query heads on {before} KV heads, which cannot become {n_kv_heads}: "
+            f"choose one of {', '.join(map(str, possible))}."
         )
+    n_kv_heads = int(n_kv_heads)  # 2.0 and a NumPy 2 are 2
     new = empty_model(replace(config, n_kv_heads=n_kv_heads), model.device, model.dtype)
     sources = named_parts(model)
     for name, part in named_parts(new).items():
@@ -120,7 +125,8 @@ def with_kv_heads(model: Transformer, n_kv_heads: int) -> Transformer:
         if ".k_proj." in name or ".v_proj." in name:
             heads = source.view(before, config.head_dim, -1)  # (Hkv, D, C), or (Hkv, D, 1) of a bias
             if n_kv_heads < before:
-                heads = heads.view(n_kv_heads, before // n_kv_heads, config.head_dim, -1).float().mean(dim=1)
+                heads = heads.view(n_kv_heads, before // n_kv_heads, config.head_dim, -1)
+                heads = heads.mean(dim=1, dtype=torch.promote_types(heads.dtype, torch.float32))
             else:
                 heads = heads.repeat_interleave(n_kv_heads // before, dim=0)
             source = heads.reshape(part.shape)

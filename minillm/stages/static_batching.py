@@ -59,7 +59,9 @@ def _batch(model: Transformer, rows: Sequence[Row]) -> tuple[Tensor, GroupedKVCa
     T = max(len(row.prompt) for row in rows)
     capacity = T + max(row.left for row in rows) - 1
     pads = [T - len(row.prompt) for row in rows]
-    padded = [[0] * pad + row.prompt for row, pad in zip(rows, pads, strict=True)]
+    # A pad is one more copy of the first token, at the same position and seeing itself alone. So it computes what that token
+    # does, and is finite where the row alone is: no pad is seen, but 0 times a NaN would be.
+    padded = [row.prompt[:1] * pad + row.prompt for row, pad in zip(rows, pads, strict=True)]
     tokens = torch.tensor(padded, device=model.device)
     if not any(pads):
         return tokens, GroupedKVCache(model, capacity, batch=len(rows))
