@@ -109,16 +109,25 @@ class SlottedCache:
         self._next = torch.zeros(slots, dtype=torch.int64, device=self.device)  # S of each slot, on the device
 
     def clear(self, slot: int) -> None:
-        """Make a slot empty. What it held stays in memory and is never read: the new tokens are written before that."""
-        self.lengths[slot] = 0
+        """Make a slot empty for another request."""
+        self._shorten(slot, 0)
         self._next[slot : slot + 1].zero_()
 
     def move(self, source: int, target: int) -> None:
         """Put what slot `source` holds into slot `target`."""
-        n = self.lengths[target] = self.lengths[source]
+        n = self.lengths[source]
+        self._shorten(target, n)
+        self.lengths[target] = n
         self.keys[:, target, :, :n] = self.keys[:, source, :, :n]
         self.values[:, target, :, :n] = self.values[:, source, :, :n]
         self._next[target] = self._next[source]
+
+    def _shorten(self, slot: int, length: int) -> None:
+        """Zero what a slot holds beyond `length`: its next request masks that, but see `_clean`."""
+        if length < self.lengths[slot]:
+            for memory in (self.keys, self.values):
+                memory[:, slot, :, length : self.lengths[slot]].zero_()
+            self.lengths[slot] = length
 
     def pack(self, new: Sequence[int]) -> Tensor:
         """Announce a pass that brings `new[i]` tokens of slot i, packed in that order.
@@ -151,7 +160,7 @@ class SlottedCache:
         """Zero the columns that no slot has reached before, a block at a time.
 
         Attention reads all slots up to the longest, and masks what lies beyond the end of a shorter one: there a value counts 0
-        times, and 0 times what fresh memory may hold can be NaN.
+        times, and 0 times what fresh memory may hold, or an earlier request whose numbers overflowed, can be NaN.
         """
         while self._finite < length:
             for memory in (self.keys, self.values):
