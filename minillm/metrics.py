@@ -173,12 +173,19 @@ def summarize(times: Sequence[float], price_per_hour: float | None = None) -> Fi
     `tokens_per_s` is `system_tps` of this run, n / times[-1]: prefill counts, as in vLLM's throughput and on the bill.
     (The rate at which this user sees tokens flow is `user_tps`.) ITL is None for one token, dollars without a price.
     """
-    request = RequestTimes(0.0, times)
-    gaps = itl(request)
-    rate = system_tps([request])
+    return summarize_requests([RequestTimes(0.0, times)], price_per_hour)
+
+
+def summarize_requests(requests: Sequence[RequestTimes], price_per_hour: float | None = None) -> FiveNumbers:
+    """The five numbers of requests served together. TTFT is the median over requests, ITL is pooled over all their gaps.
+
+    `tokens_per_s` is the *system's*, `system_tps`, and dollars follow from it. What one user sees is `user_tps` of a request.
+    """
+    gaps = [gap for request in requests for gap in itl(request)]
+    rate = system_tps(requests)
     usd = usd_per_million_tokens(price_per_hour, rate) if price_per_hour is not None and rate else None
     return {
-        "ttft_s": ttft(request),
+        "ttft_s": percentile([ttft(request) for request in requests], 50),
         "itl_p50_s": percentile(gaps, 50) if gaps else None,
         "itl_p99_s": percentile(gaps, 99) if gaps else None,
         "tokens_per_s": rate,

@@ -8,7 +8,7 @@ from rich.markup import escape
 
 from minillm.errors import UsageError
 from minillm.generation import Generation, check_prompt
-from minillm.metrics import FiveNumbers, summarize
+from minillm.metrics import FiveNumbers, RequestTimes, summarize_requests
 from minillm.model import Transformer
 from minillm.report import ceilings_table, metrics_table, positions_table, predictions_table
 from minillm.roofline.ceilings import CeilingMeter, Ceilings
@@ -16,10 +16,11 @@ from minillm.roofline.counting import Cost
 from minillm.roofline.hardware import datasheet_ceilings
 from minillm.roofline.position import Position, meta_twin, phase_costs, phase_seconds
 from minillm.roofline.profile import explain, profile_phases
-from minillm.stages import STAGES, known_stage
+from minillm.stages import STAGES, Stage, known_stage
 from minillm.tokenizer import Tokenizer
 
 PROMPT = "Why is the sky blue? Answer in three sentences."
+USERS = 8  # who ask the same at once where a stage serves several
 ROUNDS = 3  # timed runs of each stage, with a sample of the ceilings before each
 PROFILED_TOKENS = 6
 CLOSE = 1.15  # a prediction is close when measured / predicted lies between 1/CLOSE and CLOSE
@@ -30,19 +31,24 @@ class StageResult:
     """What the tour found out about one stage. Times come from the run whose total is the median: they belong together."""
 
     stage: str
+    users: int
     costs: dict[str, Cost]
     text: str = ""
-    runs: list[Generation] = field(default_factory=list)
+    runs: list[list[Generation]] = field(default_factory=list)  # of each run, one generation a user
 
     @property
-    def median_run(self) -> Generation:
-        return sorted(self.runs, key=lambda run: run.times[-1])[len(self.runs) // 2]
+    def label(self) -> str:
+        return self.stage if self.users == 1 else f"{self.stage} ({self.users} users)"
+
+    @property
+    def median_run(self) -> list[Generation]:
+        return sorted(self.runs, key=lambda run: run[0].times[-1])[len(self.runs) // 2]
 
     def predictions(self, ceilings: Ceilings) -> list[Position]:
         return [Position(phase, cost, ceilings) for phase, cost in self.costs.items()]
 
     def positions(self, ceilings: Ceilings) -> list[Position]:
-        measured = phase_seconds(self.median_run.times)
+        measured = phase_seconds(self.median_run[0].times)
         return [Position(phase, cost, ceilings, measured[phase]) for phase, cost in self.costs.items()]
 
 
@@ -58,10 +64,10 @@ class Tour:
     stages: list[StageResult]
 
     def metrics(self, result: StageResult) -> FiveNumbers:
-        return summarize(result.median_run.times, self.price_per_hour)
+        return summarize_requests([RequestTimes(0.0, run.times) for run in result.median_run], self.price_per_hour)
 
     def positions(self) -> dict[str, list[Position]]:
-        return {result.stage: result.positions(self.ceilings) for result in self.stages}
+        return {result.label: result.positions(self.ceilings) for result in self.stages}
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -73,7 +79,7 @@ class Tour:
             "stages": [
                 {
                     "stage": result.stage,
-                    "tokens": result.median_run.tokens,
+                    "tokens": result.median_run[0].tokens,
                     "text": result.text,
                     "metrics": self.metrics(result),
                     "phases": [position.as_json() for position in result.positions(self.ceilings)],
@@ -101,6 +107,7 @@ def run_tour(
     if not stages:
         raise UsageError(f"No stage was named: choose from {', '.join(STAGES)}.")
     modules = {name: known_stage(name) for name in stages}
+    users = {name: USERS if stage.generate_batch else 1 for name, stage in modules.items()}
     tokens = tokenizer.encode(prompt) if tokenizer.template is None else tokenizer.chat(prompt)
     check_prompt(model.config, tokens, max_new_tokens)
 
@@ -111,9 +118,10 @@ def run_tour(
     console.print(ceilings_table(meter.ceilings(), datasheet_ceilings(meter.ceilings())))
     twin = meta_twin(model.config, model.dtype)
     results = [
-        StageResult(name, phase_costs(stage, twin, len(tokens), max_new_tokens)) for name, stage in modules.items()
+        StageResult(name, users[name], phase_costs(stage, twin, len(tokens), max_new_tokens, users[name]))
+        for name, stage in modules.items()
     ]
-    predictions = {result.stage: result.predictions(meter.ceilings()) for result in results}
+    predictions = {result.label: result.predictions(meter.ceilings()) for result in results}
     console.print(predictions_table("Predicted, before anything has run", predictions))
 
     console.print(
@@ -124,15 +132,25 @@ def run_tour(
     for _ in range(ROUNDS):
         for result in results:
             meter.sample()
-            result.runs.append(modules[result.stage].generate(model, tokens, max_new_tokens))
+            result.runs.append(_run(modules[result.stage], model, tokens, max_new_tokens, result.users))
 
     tour = Tour(model.config.name, str(model.device), len(tokens), price_per_hour, meter.ceilings(), results)
-    console.print(metrics_table({result.stage: tour.metrics(result) for result in results}))
-    console.print(f"[dim]One user; dollars at ${price_per_hour:g} an hour for a machine that is never idle.[/dim]")
+    console.print(metrics_table({result.label: tour.metrics(result) for result in results}))
+    console.print(
+        f"[dim]Tokens/s of the whole system, all its users together; dollars at ${price_per_hour:g} an hour for a machine that "
+        "is never idle.[/dim]"
+    )
     console.print(positions_table(tour.positions()))
     console.print("[dim]Predicted with the ceilings sampled between the runs; ratio = measured / predicted.[/dim]")
     _explain_misses(console, tour, model, tokens)
     return tour
+
+
+def _run(stage: Stage, model: Transformer, tokens: list[int], n: int, users: int) -> list[Generation]:
+    """One timed run: the prompt once, or from several users at once where the stage serves them together."""
+    if stage.generate_batch is None:
+        return [stage.generate(model, tokens, n)]
+    return stage.generate_batch(model, [tokens] * users, n, max_batch=users)
 
 
 def _weight_bytes(model: Transformer) -> int:
@@ -156,10 +174,12 @@ def _stream(console: Console, model: Transformer, tokenizer: Tokenizer, stage: s
 
 def _explain_misses(console: Console, tour: Tour, model: Transformer, tokens: list[int]) -> None:
     """Where a measured time is far from its prediction, run the stage with every operator timed and say which one it is."""
-    for stage, positions in tour.positions().items():
-        far = [p for p in positions if p.ratio and not 1 / CLOSE < p.ratio < CLOSE]
+    for result in tour.stages:
+        far = [p for p in result.positions(tour.ceilings) if p.ratio and not 1 / CLOSE < p.ratio < CLOSE]
         if not far:
             continue
-        kinds = profile_phases(known_stage(stage), model, tokens, PROFILED_TOKENS, tour.ceilings)
+        kinds = profile_phases(
+            known_stage(result.stage), model, tokens, PROFILED_TOKENS, tour.ceilings, batch=result.users
+        )
         for p in far:
-            console.print(f"[bold]{stage} {p.phase}[/bold]: {explain(kinds[p.phase], tour.ceilings)}")
+            console.print(f"[bold]{result.label} {p.phase}[/bold]: {explain(kinds[p.phase], tour.ceilings)}")

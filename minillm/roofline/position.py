@@ -116,11 +116,13 @@ def count_run(stage: Stage, model: Transformer, prompt_tokens: int, new_tokens: 
     return count(lambda: stage.run(model, tokens, new_tokens, greedy, Recorder(model.device)))
 
 
-def phase_costs(stage: Stage, model: Transformer, prompt_tokens: int, new_tokens: int) -> dict[str, Cost]:
-    """Cost of prefill, and of decode (absent when only one token is generated)."""
-    costs = {"prefill": count_run(stage, model, prompt_tokens, 1)}
+def phase_costs(
+    stage: Stage, model: Transformer, prompt_tokens: int, new_tokens: int, batch: int = 1
+) -> dict[str, Cost]:
+    """Cost of prefill, and of decode (absent when only one token is generated), for `batch` prompts of one length."""
+    costs = {"prefill": count_run(stage, model, prompt_tokens, 1, batch)}
     if new_tokens > 1:
-        costs["decode"] = count_run(stage, model, prompt_tokens, new_tokens) - costs["prefill"]
+        costs["decode"] = count_run(stage, model, prompt_tokens, new_tokens, batch) - costs["prefill"]
     return costs
 
 

@@ -53,18 +53,18 @@ class _TimingMode(CountingMode):
 
 
 def profile_phases(
-    stage: Stage, model: Transformer, prompt: Sequence[int], new_tokens: int, ceilings: Ceilings
+    stage: Stage, model: Transformer, prompt: Sequence[int], new_tokens: int, ceilings: Ceilings, batch: int = 1
 ) -> dict[str, list[Kind]]:
-    """Run a stage with every operator timed. For prefill and for decode, the kinds of operator, slowest first."""
-    prefill, run = (_run_timed(stage, model, prompt, n) for n in (1, new_tokens))
+    """Run a stage on `batch` copies of a prompt with every operator timed. By phase, the kinds of operator, slowest first."""
+    prefill, run = (_run_timed(stage, model, prompt, n, batch) for n in (1, new_tokens))
     kinds = {"prefill": _by_kind(prefill.cost, prefill, ceilings)}
     if new_tokens > 1:
         kinds["decode"] = _by_kind(run.cost - prefill.cost, run, ceilings)
     return kinds
 
 
-def _run_timed(stage: Stage, model: Transformer, prompt: Sequence[int], new_tokens: int) -> _TimingMode:
-    tokens = torch.tensor([list(prompt)], device=model.device)
+def _run_timed(stage: Stage, model: Transformer, prompt: Sequence[int], new_tokens: int, batch: int) -> _TimingMode:
+    tokens = torch.tensor([list(prompt)] * batch, device=model.device)
     with torch.inference_mode(), _TimingMode(model.device) as mode:
         stage.run(model, tokens, new_tokens, greedy, Recorder(model.device))
     return mode

@@ -182,14 +182,14 @@ class SlottedCache:
         return self._columns[None]  # (1, N)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys, values = self.keys[layer], self.values[layer]  # (slots, Hkv, capacity, D)
+        n = len(self._last)
+        S = max(self.lengths[:n])
+        keys, values = self.keys[layer, :n, :, :S], self.values[layer, :n, :, :S]  # (n, Hkv, S, D), views
         keys[self._rows, :, self._columns] = k[0].transpose(0, 1)  # (1, Hkv, N, D) -> (N, Hkv, D)
         values[self._rows, :, self._columns] = v[0].transpose(0, 1)
         # The last token of each request sees all of its slot: one query a request, whether its prompt came whole or long ago.
-        n = len(self._last)
-        S = max(self.lengths[:n])
         last = q[:, :, self._last] if self._chunks else q  # (1, Hq, n, D)
-        out = decode_attention(last.transpose(0, 2), keys[:n, :, :S], values[:n, :, :S], self._visible)
+        out = decode_attention(last.transpose(0, 2), keys, values, self._visible)
         out = out.transpose(0, 2)  # (n, Hq, 1, D) -> (1, Hq, n, D)
         if not self._chunks:
             return out
