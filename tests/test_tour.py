@@ -2,9 +2,11 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from minillm import tour as tour_module
 from minillm.cli import main
 from minillm.config import KNOWN_MODELS
 from minillm.errors import UsageError
+from minillm.generation import Generation
 from minillm.model import Transformer
 from minillm.roofline.ceilings import CeilingMeter, Ceilings
 from minillm.roofline.position import meta_twin, phase_costs, predict
@@ -83,7 +86,9 @@ def test_json_says_what_was_run(written: SimpleNamespace, tiny: tuple[Transforme
     assert (data["model"], data["device"], data["dtype"]) == ("tiny", "cpu", "fp32")
     assert data["prompt_tokens"] == len(tiny[1].chat(tour_module.PROMPT))
     assert [stage["stage"] for stage in data["stages"]] == list(STAGES)
-    assert [[phase["phase"] for phase in stage["phases"]] for stage in data["stages"]] == [["prefill", "decode"]] * 2
+    assert [[phase["phase"] for phase in stage["phases"]] for stage in data["stages"]] == [["prefill", "decode"]] * len(
+        STAGES
+    )
 
 
 def test_every_stage_gives_the_tokens_and_the_text_of_the_naive_one(
@@ -105,7 +110,9 @@ def test_counts_and_predictions_are_those_of_the_stage_on_meta(written: SimpleNa
     ceilings = Ceilings("", "fp32", *SAMPLE)
     twin = meta_twin(KNOWN_MODELS["tiny"], torch.float32)
     for stage in written.json["stages"]:
-        costs = phase_costs(STAGES[stage["stage"]], twin, written.json["prompt_tokens"], NEW_TOKENS)
+        entry = STAGES[stage["stage"]]
+        users = tour_module.USERS if entry.generate_batch else 1
+        costs = phase_costs(entry, twin, written.json["prompt_tokens"], NEW_TOKENS, users)
         for phase in stage["phases"]:
             cost = costs[phase["phase"]]
             assert (phase["flops"], phase["bytes"], phase["ideal_bytes"]) == (cost.flops, cost.bytes, cost.ideal_bytes)
@@ -129,18 +136,30 @@ def test_phases_and_metrics_are_times_of_the_same_run(written: SimpleNamespace) 
     """Prefill is the time to the first token; decode, the n - 1 gaps, with it makes the run that tokens/s divides by."""
     for stage in written.json["stages"]:
         metrics, (prefill, decode) = stage["metrics"], stage["phases"]
-        assert prefill["measured_s"] == metrics["ttft_s"]
+        tokens = NEW_TOKENS * (tour_module.USERS if STAGES[stage["stage"]].generate_batch else 1)
+        # The users of a batch get a token within microseconds of each other; phases are those of the first.
+        close = 0.05 if tokens > NEW_TOKENS else 1e-9
+        assert prefill["measured_s"] == pytest.approx(metrics["ttft_s"], rel=close)
         total = prefill["measured_s"] + decode["measured_s"]
-        assert metrics["tokens_per_s"] == pytest.approx(NEW_TOKENS / total)
-        assert metrics["itl_p50_s"] <= metrics["itl_p99_s"] <= decode["measured_s"]
-        assert metrics["usd_per_million_tokens"] == pytest.approx(2.5 / 3600 * total / NEW_TOKENS * 1e6)
+        assert metrics["tokens_per_s"] == pytest.approx(tokens / total, rel=close)
+        assert metrics["itl_p50_s"] <= metrics["itl_p99_s"] <= decode["measured_s"] * (1 + close)
+        assert metrics["usd_per_million_tokens"] == pytest.approx(2.5 / 3600 * total / tokens * 1e6, rel=close)
 
 
 def test_the_cache_saves_flops_and_lowers_the_intensity(written: SimpleNamespace) -> None:
-    (naive_prefill, naive_decode), (prefill, decode) = (stage["phases"] for stage in written.json["stages"])
+    (naive_prefill, naive_decode), (prefill, decode) = (stage["phases"] for stage in written.json["stages"][:2])
     assert prefill["flops"] < naive_prefill["flops"]  # the head at one position
     assert decode["flops"] * 20 < naive_decode["flops"]
     assert decode["intensity"] < naive_decode["intensity"]
+
+
+def test_a_batch_multiplies_the_flops_of_a_step_and_hardly_its_bytes(written: SimpleNamespace) -> None:
+    phases = {stage["stage"]: stage["phases"][1] for stage in written.json["stages"]}
+    alone = phases["gqa"]
+    for stage in ("batching_static", "batching"):
+        assert phases[stage]["flops"] == tour_module.USERS * alone["flops"]
+        assert phases[stage]["intensity"] > alone["intensity"]
+        assert phases[stage]["bytes"] < tour_module.USERS * alone["bytes"]
 
 
 # --- what is shown ----------------------------------------------------------------------------------------------------
@@ -200,7 +219,7 @@ def test_the_prediction_is_made_before_anything_runs(
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("it runs")
 
-    monkeypatch.setattr(kv_cache, "generate", refuse)
+    monkeypatch.setitem(STAGES, "kv_cache", replace(STAGES["kv_cache"], generate=refuse))
     monkeypatch.setattr(CeilingMeter, "_measure", lambda self: SAMPLE)
     output = StringIO()
     with pytest.raises(RuntimeError, match="it runs"):
@@ -214,8 +233,12 @@ def test_ceilings_are_sampled_before_the_runs_and_between_them(
 ) -> None:
     happened: list[str] = []
     monkeypatch.setattr(CeilingMeter, "sample", lambda self: happened.append("sample") or self._samples.append(SAMPLE))
-    generate = kv_cache.generate
-    monkeypatch.setattr(kv_cache, "generate", lambda *a, **k: happened.append("run") or generate(*a, **k))
+
+    def generate(*args: Any, **kwargs: Any) -> Generation:
+        happened.append("run")
+        return kv_cache.generate(*args, **kwargs)
+
+    monkeypatch.setitem(STAGES, "kv_cache", replace(STAGES["kv_cache"], generate=generate))
     show(tiny, monkeypatch, stages=["kv_cache"])
     first = happened.index("run")
     assert first >= 1
@@ -259,7 +282,9 @@ def test_a_checkpoint_without_a_template_goes_on_from_the_plain_prompt(
     tour, _ = show((model, base), monkeypatch, prompt="Once upon a time", max_new_tokens=NEW_TOKENS)
     assert tour.prompt_tokens == len("Once upon a time")
     expected = kv_cache.generate(model, base.encode("Once upon a time"), NEW_TOKENS).tokens
-    assert [result.median_run.tokens for result in tour.stages] == [expected] * len(STAGES)
+    assert [run.tokens for result in tour.stages for run in result.median_run] == [expected] * sum(
+        result.users for result in tour.stages
+    )
 
 
 def test_a_prompt_may_hold_what_looks_like_an_emoji_code(capsys: pytest.CaptureFixture[str]) -> None:
@@ -299,9 +324,9 @@ def test_a_wrong_request_is_refused_before_anything_is_shown(
 
 
 def test_a_stage_is_judged_by_its_median_run() -> None:
-    runs = [SimpleNamespace(times=[first, last]) for first, last in ((0.1, 3.0), (0.9, 1.0), (0.2, 2.0))]
-    result = StageResult("naive", {}, runs=runs)  # type: ignore[arg-type]
-    assert result.median_run.times == [0.2, 2.0]
+    runs = [[SimpleNamespace(times=[first, last])] for first, last in ((0.1, 3.0), (0.9, 1.0), (0.2, 2.0))]
+    result = StageResult("naive", 1, {}, runs=runs)  # type: ignore[arg-type]
+    assert result.median_run[0].times == [0.2, 2.0]
 
 
 def test_a_tour_that_cannot_store_its_results_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
