@@ -1,5 +1,8 @@
 """A generation whose tokens nobody reads makes no tensor on the host and never waits for the device.
 
+Numbers go to the device when a request is admitted: its prompt, and in a batch the places of its tokens. A step that only
+decodes sends nothing, however many requests of whatever lengths it serves, also when some of them end in it.
+
 On a GPU each `.item()` stalls the host until the queue is empty, and each tensor made from Python numbers is a copy. Neither
 shows on a CPU. On the `meta` device both do: a tensor elsewhere is a mistake, and there is no number to read. Two interpreters
 watch, since each sees what the other cannot: the *dispatch* mode every operator with the devices of its tensors, composite ones
@@ -19,9 +22,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from minillm.batch import Request, Row
 from minillm.model import Attention, Transformer
 from minillm.sampling import Sampler
-from minillm.stages import STAGES, kv_cache
+from minillm.stages import STAGES, Stage
+from minillm.stages.batching import Engine
+from minillm.stages.gqa import GroupedKVCache
+from minillm.stages.kv_cache import KVCache
+from minillm.stages.static_batching import PaddedCache
 
 # Operators whose result, or the shape of it, the host must wait for.
 READING_OPERATORS = {
@@ -107,32 +115,73 @@ def model(request: pytest.FixtureRequest) -> Transformer:
     return lively_model(SHAPES[request.param]).to("meta")
 
 
-every_stage = pytest.mark.parametrize("stage", STAGES.values(), ids=STAGES)
 PROMPT = list(range(9))
+RAGGED = [PROMPT, [1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [11, 12, 13]]
 
 
-@every_stage
-@pytest.mark.parametrize(
-    "sampler", [None, Sampler(0.8, top_k=7, top_p=0.9, min_p=0.02, seed=1)], ids=["greedy", "sampled"]
+def run_of(stage: Stage) -> Callable[..., object]:
+    """(model, new tokens, options) of one prompt or, where the stage takes several, of rows of different lengths."""
+    if stage.generate_batch is None:
+        return lambda model, n, **options: stage.generate(model, PROMPT, n, **options)
+    generate = stage.generate_batch
+    return lambda model, n, **options: generate(model, RAGGED, n, **options)
+
+
+RUNS = {name: run_of(stage) for name, stage in STAGES.items()}
+every_run = pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+every_batched_stage = pytest.mark.parametrize("stage", [name for name in STAGES if STAGES[name].generate_batch])
+every_sampler = pytest.mark.parametrize(
+    "sampler", [{}, {"sampler": Sampler(0.8, top_k=7, top_p=0.9, min_p=0.02, seed=1)}], ids=["greedy", "sampled"]
 )
-def test_a_generation_uploads_its_prompt_and_exchanges_nothing_else(
-    stage: Any, sampler: Any, model: Transformer
+
+
+def clean(whole: Findings, admission: Findings) -> bool:
+    """Whether a run exchanged nothing and uploaded what the run of one token does: what its requests need to be admitted."""
+    return not whole.faults and whole.uploads == admission.uploads
+
+
+@every_run
+@every_sampler
+def test_a_generation_sends_its_prompt_and_exchanges_nothing_else(
+    run: Any, sampler: dict[str, Any], model: Transformer
 ) -> None:
-    options = {} if sampler is None else {"sampler": sampler}
-    findings = watch(lambda: stage.generate(model, PROMPT, 5, **options))
-    assert findings.faults == []
-    assert findings.uploads == 1  # the prompt, before the first pass
-    assert findings.operators > 5 * 2 * 15  # that something was watched: 5 passes, 2 layers
+    one, five = (watch(lambda n=n: run(model, n, **sampler)) for n in (1, 5))
+    assert one.faults == five.faults == []
+    assert one.uploads == five.uploads > 0
+    assert five.operators > 5 * 2 * 15  # that something was watched: 5 passes, 2 layers
 
 
-@every_stage
-def test_more_tokens_need_no_more_uploads(stage: Any, model: Transformer) -> None:
-    assert watch(lambda: stage.generate(model, PROMPT, 12)).uploads == 1
+@pytest.mark.parametrize("stage", [name for name in STAGES if not STAGES[name].generate_batch])
+def test_a_prompt_is_one_upload(stage: str, model: Transformer) -> None:
+    assert watch(lambda: STAGES[stage].generate(model, PROMPT, 12)).uploads == 1
 
 
-def test_a_decode_step_exchanges_nothing(model: Transformer) -> None:
-    cache = kv_cache.KVCache(model, 12)
-    tokens = torch.zeros(1, 9, dtype=torch.long, device="meta")
+@every_batched_stage
+def test_rows_that_end_at_different_steps_send_nothing(stage: str, model: Transformer) -> None:
+    # In continuous batching each end moves the last row into the gap.
+    generate = STAGES[stage].generate_batch
+    one, ragged = (
+        watch(lambda limits=limits: generate(model, RAGGED, limits, max_batch=5)) for limits in (1, [5, 10, 1, 15, 6])
+    )
+    assert clean(ragged, one)
+
+
+@every_batched_stage
+def test_uploads_grow_with_admissions_and_not_with_tokens(stage: str, model: Transformer) -> None:
+    generate = STAGES[stage].generate_batch
+    short, long = (watch(lambda n=n: generate(model, RAGGED, [n, 2 * n, n, 3 * n, n], max_batch=2)) for n in (3, 12))
+    assert short.faults == long.faults == []
+    assert short.uploads == long.uploads > watch(lambda: generate(model, RAGGED, 3, max_batch=5)).uploads
+
+
+def padded(model: Transformer, capacity: int) -> PaddedCache:
+    return PaddedCache(model, capacity, torch.tensor([0, 3, 8], device="meta"))
+
+
+@pytest.mark.parametrize("make, B", [(KVCache, 1), (GroupedKVCache, 1), (padded, 3)], ids=["kv_cache", "gqa", "padded"])
+def test_a_decode_step_exchanges_nothing(make: Any, B: int, model: Transformer) -> None:
+    cache = make(model, 12)
+    tokens = torch.zeros(B, 9, dtype=torch.long, device="meta")
 
     def step() -> None:
         logits = model.head(model.hidden(tokens[:, :1], cache)[:, -1])
@@ -143,6 +192,20 @@ def test_a_decode_step_exchanges_nothing(model: Transformer) -> None:
         findings = watch(step)
     assert findings.faults == []
     assert findings.uploads == 0
+
+
+@every_sampler
+def test_a_step_of_continuous_batching_exchanges_nothing_unless_it_admits(
+    sampler: dict[str, Any], model: Transformer
+) -> None:
+    engine = Engine(model, max_batch=5, max_length=100)
+    for i, prompt in enumerate(RAGGED):
+        engine.submit(Row(model, Request(prompt, 3 + 2 * i, **sampler)))
+    assert watch(engine.step).uploads == 3  # what goes where
+    for _ in range(10):  # rows end after 3, 5, 7, 9 and 11 tokens, so half of these steps close a gap
+        findings = watch(engine.step)
+        assert findings.faults == [] and findings.uploads == 0
+    assert not engine.busy
 
 
 # --- That the proof proves something: each of these slips into a decode step and is seen ----------------------------
@@ -236,41 +299,49 @@ SLIPS = [
 ]  # fmt: skip
 
 
-def clean(findings: Findings) -> bool:
-    return not findings.faults and findings.uploads == 1
+@pytest.fixture(scope="module")
+def meta_llama() -> Transformer:
+    return lively_model(SHAPES["llama"]).to("meta")
 
 
-@every_stage
+@pytest.fixture(scope="module")
+def admissions(meta_llama: Transformer) -> dict[str, Findings]:
+    return {name: watch(lambda run=run: run(meta_llama, 1)) for name, run in RUNS.items()}
+
+
+@pytest.mark.parametrize("stage", RUNS)
 @pytest.mark.parametrize("slip", SLIPS, ids=lambda slip: slip.__name__)
 def test_the_proof_sees_a_slip_in_a_later_pass(
-    slip: Callable[[Tensor], None], stage: Any, monkeypatch: pytest.MonkeyPatch
+    slip: Callable[[Tensor], None],
+    stage: str,
+    meta_llama: Transformer,
+    admissions: dict[str, Findings],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, forward = lively_model(SHAPES["llama"]).to("meta"), Attention.forward
-    calls = itertools.count()
+    forward, passes = Attention.forward, itertools.count()
 
-    def slipping(self: Attention, x: Tensor, *rest: Any) -> Tensor:
-        if next(calls) == 3:  # two layers a pass: the second layer of the second pass
+    def slipping(self: Attention, x: Tensor, layer: int, *rest: Any) -> Tensor:
+        if layer == 1 and next(passes) == 1:  # the second pass
             slip(x)
-        return forward(self, x, *rest)
+        return forward(self, x, layer, *rest)
 
-    assert clean(watch(lambda: stage.generate(model, PROMPT, 3)))
     monkeypatch.setattr(Attention, "forward", slipping)
-    assert not clean(watch(lambda: stage.generate(model, PROMPT, 3)))
+    assert not clean(watch(lambda: RUNS[stage](meta_llama, 2)), admissions[stage])
+    assert next(passes) == 2
 
 
-@every_stage
-def test_the_proof_sees_a_sampler_that_reads(stage: Any) -> None:
-    model = lively_model(SHAPES["llama"]).to("meta")
-
+@every_run
+def test_the_proof_sees_a_sampler_that_reads(run: Any, meta_llama: Transformer) -> None:
     def reading(logits: Tensor) -> Tensor:
         logits.max().item()
         return logits.argmax(-1)
 
-    assert not clean(watch(lambda: stage.generate(model, PROMPT, 3, sampler=reading)))
+    assert watch(lambda: run(meta_llama, 3, sampler=reading)).faults
 
 
-@every_stage
+@every_run
 @pytest.mark.parametrize("asked", [{"stop_tokens": {1}}, {"on_token": print}], ids=["stop_tokens", "on_token"])
-def test_the_proof_sees_that_stop_tokens_and_on_token_do_read(stage: Any, asked: dict[str, Any]) -> None:
-    model = lively_model(SHAPES["llama"]).to("meta")
-    assert not clean(watch(lambda: stage.generate(model, PROMPT, 3, **asked)))
+def test_the_proof_sees_that_stop_tokens_and_on_token_do_read(
+    run: Any, asked: dict[str, Any], meta_llama: Transformer
+) -> None:
+    assert watch(lambda: run(meta_llama, 3, **asked)).faults
