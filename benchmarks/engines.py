@@ -1,4 +1,4 @@
-"""The engines that peers.py runs side by side, each in its own best way to generate greedily for one user."""
+"""The engines that peers.py runs side by side, each in its own best way to generate greedily."""
 
 import importlib.util
 from typing import Any, Protocol
@@ -9,21 +9,24 @@ from minillm.device import DTYPE_NAMES
 from minillm.download import default_model_path
 from minillm.errors import MinillmError
 from minillm.model import Transformer
-from minillm.stages import kv_cache
+from minillm.stages import batching, gqa
 from minillm.weights import named_parts
 
 
 class Engine(Protocol):
-    """`generate` returns exactly n greedy tokens after the prompt, computed from nothing and read by the host."""
+    """`generate` returns exactly n greedy tokens after each prompt, computed from nothing and read by the host.
+
+    The prompts are of one length.
+    """
 
     name: str
     precision: str
 
-    def generate(self, prompt: list[int], n: int) -> list[int]: ...
+    def generate(self, prompts: list[list[int]], n: int) -> list[list[int]]: ...
 
 
 class Minillm:
-    """The kv_cache stage."""
+    """The newest stage for the number of prompts: `gqa` for one, continuous batching for several at once."""
 
     name = "minillm"
 
@@ -31,8 +34,10 @@ class Minillm:
         self.model = model
         self.precision = DTYPE_NAMES[model.dtype]
 
-    def generate(self, prompt: list[int], n: int) -> list[int]:
-        return kv_cache.generate(self.model, prompt, n).tokens
+    def generate(self, prompts: list[list[int]], n: int) -> list[list[int]]:
+        if len(prompts) == 1:
+            return [gqa.generate(self.model, prompts[0], n).tokens]
+        return [answer.tokens for answer in batching.generate(self.model, prompts, n, max_batch=len(prompts))]
 
 
 class Transformers:
@@ -45,10 +50,10 @@ class Transformers:
         self.precision = DTYPE_NAMES[model.dtype]
 
     @torch.inference_mode()
-    def generate(self, prompt: list[int], n: int) -> list[int]:
-        ids = torch.tensor([prompt], device=self.model.device)
+    def generate(self, prompts: list[list[int]], n: int) -> list[list[int]]:
+        ids = torch.tensor(prompts, device=self.model.device)  # (B, T)
         out = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n)
-        return out[0, len(prompt) :].tolist()
+        return out[:, ids.shape[1] :].tolist()
 
 
 def llama_of_transformers(model: Transformer) -> Any:
@@ -89,7 +94,7 @@ def llama_of_transformers(model: Transformer) -> Any:
 
 
 class LlamaCpp:
-    """llama.cpp through llama-cpp-python, on the default model's own 4-bit file."""
+    """llama.cpp through llama-cpp-python, on the default model's own 4-bit file. It takes one prompt."""
 
     name = "llama.cpp"
     precision = "Q4_1"
@@ -110,10 +115,11 @@ class LlamaCpp:
             verbose=False,
         )
 
-    def generate(self, prompt: list[int], n: int) -> list[int]:
+    def generate(self, prompts: list[list[int]], n: int) -> list[list[int]]:
+        (prompt,) = prompts
         self.model.reset()  # or it would keep the prefix that this prompt shares with the last one
         stream = self.model.generate(prompt, temp=0.0)
-        return [token for token, _ in zip(stream, range(n), strict=False)]
+        return [[token for token, _ in zip(stream, range(n), strict=False)]]
 
 
 PACKAGE_OF = {Minillm.name: "torch", Transformers.name: "transformers", LlamaCpp.name: "llama_cpp"}

@@ -1,13 +1,14 @@
-"""minillm beside Hugging Face transformers and llama.cpp: one user, greedy, the same weights, in the same minutes.
+"""minillm beside Hugging Face transformers and llama.cpp: greedy, the same weights, in the same minutes.
 
     python benchmarks/peers.py --json benchmarks/results/peers-MACHINE.json
+    python benchmarks/peers.py --batch 16 --json benchmarks/results/peers-batch-16-MACHINE.json
 
-Every engine is timed from outside and in the same way: wall-clock seconds from a call with a list of ids until the answer is a
-list of ids. Engines take turns within a round, since a shared machine drifts; a ratio is taken within a round, and its median
-over the rounds is what counts.
+Every engine is timed from outside and in the same way: wall-clock seconds from a call with B lists of ids, of one length, until
+the answers are lists of ids. Engines take turns within a round, since a shared machine drifts; a ratio is taken within a round,
+and its median over the rounds is what counts.
 
-    prefill   seconds of a call for 1 token after a long prompt, the median of a few calls
-    decode    (n - 1) / (seconds for n tokens - seconds for 1 token), tokens a second after a short prompt
+    prefill   seconds of a call for 1 token after long prompts, the median of a few calls
+    decode    B (n - 1) / (seconds for n tokens - seconds for 1 token), tokens a second after short prompts
 """
 
 import argparse
@@ -16,9 +17,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
+from common import BUSY, MODEL, Parser, exit_status, figures, make_prompts, positive, spread, warn_if_busy
 from engines import PACKAGE_OF, Engine, LlamaCpp, Minillm, Transformers, is_installed
 from machine import Neighbours, describe
 from rich.console import Console
@@ -30,77 +32,76 @@ from minillm.files import check_writable, write_json
 from minillm.report import make_console, make_table
 from minillm.tokenizer import Tokenizer
 
-MODEL = "smollm2-135m"
 TARGETS = {"decode": 1.15, "prefill": 1.0}  # how many times as fast as transformers, in the same precision
 PREFILLS = 3  # calls a round; one alone is short enough to be hit by noise
-BUSY = 0.1  # cores that other processes may use before the output warns
 WARM_UPS = 2  # uncounted runs of each engine: pages, plans, the allocator
-
-TEXT = (
-    "The roofline model asks two questions of a program: how many operations does it do, and how many bytes does it move? "
-    "Their quotient is the arithmetic intensity. A machine has a highest rate of operations and a highest rate of bytes, and "
-    "whichever is reached first limits the program. A matrix that is multiplied with one vector is read once and used once, so "
-    "memory is the limit. A matrix that is multiplied with a thousand vectors is read once and used a thousand times, so the "
-    "arithmetic units are the limit. When a language model reads its prompt, it multiplies each weight with every token of the "
-    "prompt at once. When it writes its answer, it multiplies each weight with a single token, over and over. That is why the "
-    "first token of an answer takes a while, and why those that follow come at an even pace. "
-)
 
 
 @dataclass(frozen=True)
 class Request:
-    """What every engine is asked: a short prompt with many new tokens, and a long prompt with one."""
+    """What every engine is asked: B short prompts with many new tokens, and B long prompts with one.
 
-    decode_prompt: list[int]
-    prefill_prompt: list[int]
+    Within each of the two, the prompts are of one length.
+    """
+
+    decode_prompts: list[list[int]]
+    prefill_prompts: list[list[int]]
     new_tokens: int
 
     @property
+    def batch(self) -> int:
+        return len(self.decode_prompts)
+
+    @property
     def longest(self) -> int:
-        return max(len(self.decode_prompt) + self.new_tokens, len(self.prefill_prompt) + 1)
+        return max(len(self.decode_prompts[0]) + self.new_tokens, len(self.prefill_prompts[0]) + 1)
 
 
 @dataclass(frozen=True)
 class Sample:
     """One engine in one round."""
 
-    decode_tokens_per_s: float
-    prefill_s: float
+    decode_tokens_per_s: float  # of all users together
+    prefill_s: float  # of all prompts together
 
 
-def make_request(tokenizer: Tokenizer, decode_tokens: int, prefill_tokens: int, new_tokens: int) -> Request:
-    """Prompts of the given numbers of tokens, cut from an English text that repeats."""
-    longest, text = max(decode_tokens, prefill_tokens), TEXT
-    while len(ids := tokenizer.encode(text)) < longest:
-        text += TEXT
-    return Request(ids[:decode_tokens], ids[:prefill_tokens], new_tokens)
+def make_request(
+    tokenizer: Tokenizer, decode_tokens: int, prefill_tokens: int, new_tokens: int, batch: int = 1
+) -> Request:
+    """Prompts of the given numbers of tokens, those of a batch equal in length and different in their tokens."""
+    return Request(
+        make_prompts(tokenizer, decode_tokens, batch), make_prompts(tokenizer, prefill_tokens, batch), new_tokens
+    )
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
-def seconds(engine: Engine, prompt: list[int], n: int) -> float:
-    """Wall-clock seconds of a call. The answer is read by the host, so a GPU has finished too."""
+def seconds(engine: Engine, prompts: list[list[int]], n: int) -> float:
+    """Wall-clock seconds of a call. The answers are read by the host, so a GPU has finished too."""
     start = time.perf_counter()
-    tokens = engine.generate(prompt, n)
+    answers = engine.generate(prompts, n)
     elapsed = time.perf_counter() - start
-    if len(tokens) != n:
-        raise MinillmError(
-            f"{engine.name} gave {len(tokens)} tokens where {n} were asked for: the times cannot be compared."
-        )
+    if len(answers) != len(prompts):
+        raise MinillmError(f"{engine.name} gave {len(answers)} answers to {len(prompts)} prompts.")
+    for tokens in answers:
+        if len(tokens) != n:
+            raise MinillmError(
+                f"{engine.name} gave {len(tokens)} tokens where {n} were asked for: the times cannot be compared."
+            )
     return elapsed
 
 
 def sample(engine: Engine, request: Request) -> Sample:
     """Time one engine once in each phase."""
-    prefill = statistics.median(seconds(engine, request.prefill_prompt, 1) for _ in range(PREFILLS))
-    first = statistics.median(seconds(engine, request.decode_prompt, 1) for _ in range(PREFILLS))
-    whole = seconds(engine, request.decode_prompt, request.new_tokens)
+    prefill = statistics.median(seconds(engine, request.prefill_prompts, 1) for _ in range(PREFILLS))
+    first = statistics.median(seconds(engine, request.decode_prompts, 1) for _ in range(PREFILLS))
+    whole = seconds(engine, request.decode_prompts, request.new_tokens)
     if whole <= first:
         raise MinillmError(
             f"{request.new_tokens} tokens of {engine.name} took no longer than 1: ask for more with --max-new-tokens."
         )
-    return Sample((request.new_tokens - 1) / (whole - first), prefill)
+    return Sample(request.batch * (request.new_tokens - 1) / (whole - first), prefill)
 
 
 @dataclass
@@ -126,8 +127,8 @@ def measure(
     """
     for engine in engines:
         for _ in range(WARM_UPS):
-            engine.generate(request.prefill_prompt, 1)
-            engine.generate(request.decode_prompt, min(request.new_tokens, 8))
+            engine.generate(request.prefill_prompts, 1)
+            engine.generate(request.decode_prompts, min(request.new_tokens, 8))
     measured, start, done = Measured([[] for _ in engines]), time.perf_counter(), 0
     while done < rounds:
         neighbours = Neighbours()
@@ -153,10 +154,6 @@ def times_as_fast(ours: Sequence[Sample], theirs: Sequence[Sample]) -> dict[str,
         "decode": [a.decode_tokens_per_s / b.decode_tokens_per_s for a, b in pairs],
         "prefill": [b.prefill_s / a.prefill_s for a, b in pairs],
     }
-
-
-def spread(values: Sequence[float]) -> dict[str, Any]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values), "rounds": list(values)}
 
 
 def equal_tokens(a: Sequence[int], b: Sequence[int]) -> int:
@@ -199,24 +196,32 @@ def summarize(engines: Sequence[Engine], samples: Sequence[Sequence[Sample]]) ->
 
 
 def check_answers(engines: Sequence[Engine], request: Request) -> list[dict[str, Any]]:
-    """How far each engine's answer agrees with minillm's in the same precision (llama.cpp's: with the first).
+    """How far each engine's answers agree with minillm's in the same precision (llama.cpp's: with the first).
 
-    Raises `MinillmError` where fp32 answers differ: engines that compute different things cannot be compared.
+    Equal tokens of all prompts are added. Raises `MinillmError` where fp32 answers differ: engines that compute different things
+    cannot be compared.
     """
-    answers = [engine.generate(request.decode_prompt, request.new_tokens) for engine in engines]
-    ours = {e.precision: answer for e, answer in zip(engines, answers, strict=True) if e.name == Minillm.name}
+    answers = [engine.generate(request.decode_prompts, request.new_tokens) for engine in engines]
+    ours = {e.precision: found for e, found in zip(engines, answers, strict=True) if e.name == Minillm.name}
     agreement = []
-    for engine, answer in zip(engines, answers, strict=True):
+    for engine, found in zip(engines, answers, strict=True):
         if engine.name == Minillm.name or not ours:
             continue
-        equal = equal_tokens(answer, ours.get(engine.precision, next(iter(ours.values()))))
-        if engine.precision == "fp32" and equal < request.new_tokens:
+        reference = ours.get(engine.precision, next(iter(ours.values())))
+        equal = [equal_tokens(a, b) for a, b in zip(found, reference, strict=True)]
+        if engine.precision == "fp32" and min(equal) < request.new_tokens:
+            row = equal.index(min(equal))
             raise MinillmError(
-                f"In fp32 {engine.name} and minillm differ at new token {equal + 1}: the engines do not compute the same "
-                "function, so their times cannot be compared."
+                f"In fp32 {engine.name} and minillm differ at new token {equal[row] + 1} of prompt {row + 1}: the engines do "
+                "not compute the same function, so their times cannot be compared."
             )
         agreement.append(
-            {"engine": engine.name, "precision": engine.precision, "equal_tokens": equal, "of": request.new_tokens}
+            {
+                "engine": engine.name,
+                "precision": engine.precision,
+                "equal_tokens": sum(equal),
+                "of": request.batch * request.new_tokens,
+            }
         )
     return agreement
 
@@ -226,30 +231,25 @@ def check_answers(engines: Sequence[Engine], request: Request) -> list[dict[str,
 
 def show(console: Console, result: dict[str, Any]) -> None:
     """Two tables, and a sentence for everything in which minillm is slower than a peer or than its target."""
-    table = make_table("Medians (lowest to highest)", "engine", "precision", "decode, tokens/s", "prefill, ms")
+    users = result["settings"]["batch"]
+    title = f"Batch {users}, medians (lowest to highest)"
+    table = make_table(title, "engine", "precision", "decode, tokens/s", "prefill, ms")
     for row in result["engines"]:
         decode, prefill = row["decode_tokens_per_s"], row["prefill_s"]
-        table.add_row(row["engine"], row["precision"], _figures(decode), _figures(prefill, 1e3))
+        table.add_row(row["engine"], row["precision"], figures(decode), figures(prefill, 1e3))
     console.print(table)
     table = make_table("minillm: how many times as fast", "phase", "precision", "peer", "times", "target")
     for row in result["ratios"]:
         target = f"{row['target']:g}" if row["target"] else "-"
         peer = f"{row['peer']} ({row['peer_precision']})"
-        table.add_row(row["phase"], row["precision"], peer, _figures(row["times_as_fast"]), target)
+        table.add_row(row["phase"], row["precision"], peer, figures(row["times_as_fast"]), target)
     console.print(table)
     for line in shortfalls(result["ratios"]):
         console.print(line)
     for row in result["agreement"]:
         whose = f"{row['engine']} ({row['precision']})"
         console.print(f"Greedy tokens of {whose} equal to minillm's: {row['equal_tokens']} of {row['of']}.")
-
-    busy = result["others_busy_cores"]
-    if busy is not None and busy > BUSY:
-        console.print(f"Do not trust these figures: other processes kept up to {busy:.2f} cores busy.")
-
-
-def _figures(values: dict[str, Any], scale: float = 1.0) -> str:
-    return f"{values['median'] * scale:.3g} ({values['min'] * scale:.3g} to {values['max'] * scale:.3g})"
+    warn_if_busy(console, result["others_busy_cores"])
 
 
 def shortfalls(ratios: Sequence[dict[str, Any]]) -> list[str]:
@@ -269,30 +269,19 @@ def shortfalls(ratios: Sequence[dict[str, Any]]) -> list[str]:
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"peers.py: {message[:1].upper()}{message[1:]}. See peers.py --help.\n")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is below 1")
-    return value
-
-
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = _Parser(prog="peers.py", description="minillm beside Hugging Face transformers and llama.cpp.")
+    parser = Parser(prog="peers.py", description="minillm beside Hugging Face transformers and llama.cpp.")
     parser.add_argument("--model", default=MODEL, help=f"any Llama that minillm loads (default: {MODEL})")
     parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
     parser.add_argument("--dtypes", default="fp32,bf16", metavar="A,B", help="fp32, bf16, fp16 (default: fp32,bf16)")
     parser.add_argument(
         "--engines", metavar="A,B", help="minillm, transformers, llama.cpp (default: what is installed)"
     )
-    parser.add_argument("--rounds", type=_positive, default=7, metavar="N", help="turns of each engine (default: 7)")
-    parser.add_argument("--max-new-tokens", type=_positive, default=64, metavar="N", help="of decode (default: 64)")
-    parser.add_argument("--decode-prompt", type=_positive, default=40, metavar="N", help="its prompt (default: 40)")
-    parser.add_argument("--prefill-prompt", type=_positive, default=256, metavar="N", help="tokens (default: 256)")
+    parser.add_argument("--batch", type=positive, default=1, metavar="B", help="prompts at once (default: 1)")
+    parser.add_argument("--rounds", type=positive, default=7, metavar="N", help="turns of each engine (default: 7)")
+    parser.add_argument("--max-new-tokens", type=positive, default=64, metavar="N", help="of decode (default: 64)")
+    parser.add_argument("--decode-prompt", type=positive, default=40, metavar="N", help="its prompt (default: 40)")
+    parser.add_argument("--prefill-prompt", type=positive, default=256, metavar="N", help="tokens (default: 256)")
     parser.add_argument(
         "--patience",
         type=float,
@@ -304,20 +293,28 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _pick_engines(asked: str | None, model: str) -> list[str]:
+def _pick_engines(asked: str | None, model: str, batch: int) -> list[str]:
     """The names of the engines to run. Raises `UsageError` for one that is unknown or cannot run."""
-    has_file = model == MODEL
     if asked is None:
-        return [name for name in PACKAGE_OF if is_installed(name) and (name != LlamaCpp.name or has_file)]
+        return [name for name in PACKAGE_OF if is_installed(name) and not _reason_against(name, model, batch)]
     names = [name.strip() for name in asked.split(",")]
     for name in names:
         if name not in PACKAGE_OF:
             raise UsageError(f"Unknown engine {name!r}: choose from {', '.join(PACKAGE_OF)}.")
         if not is_installed(name):
             raise UsageError(f"The engine {name} is not installed: install it, or leave it out with --engines.")
-        if name == LlamaCpp.name and not has_file:
-            raise UsageError(f"llama.cpp runs the file of {MODEL} only: leave it out with --engines.")
+        if reason := _reason_against(name, model, batch):
+            raise UsageError(f"{reason}: leave it out with --engines.")
     return list(dict.fromkeys(names))
+
+
+def _reason_against(engine: str, model: str, batch: int) -> str | None:
+    """Why an engine cannot run this, None where it can."""
+    if engine != LlamaCpp.name:
+        return None
+    if batch > 1:
+        return "llama.cpp is run for one prompt at a time"
+    return None if model == MODEL else f"llama.cpp runs the file of {MODEL} only"
 
 
 def _make_engines(args: argparse.Namespace, names: Sequence[str]) -> tuple[list[Engine], Request]:
@@ -327,7 +324,7 @@ def _make_engines(args: argparse.Namespace, names: Sequence[str]) -> tuple[list[
     engines: list[Engine] = []
     for dtype in dict.fromkeys(dtypes):
         model, tokenizer = minillm.load(args.model, device, dtype)
-        request = make_request(tokenizer, args.decode_prompt, args.prefill_prompt, args.max_new_tokens)
+        request = make_request(tokenizer, args.decode_prompt, args.prefill_prompt, args.max_new_tokens, args.batch)
         if request.longest > model.config.max_positions:
             raise UsageError(f"{args.model} has {model.config.max_positions} positions: ask for shorter prompts.")
         if Minillm.name in names:
@@ -343,17 +340,19 @@ def run(args: argparse.Namespace) -> None:
     check_writable(args.json)
     if args.max_new_tokens < 2:
         raise UsageError("Decode needs at least 2 new tokens: its time is that of n tokens minus that of 1.")
-    names = _pick_engines(args.engines, args.model)
+    names = _pick_engines(args.engines, args.model, args.batch)
     console = make_console()
     torch.set_float32_matmul_precision("highest")  # no TF32: fp32 means fp32 on a GPU too
     engines, request = _make_engines(args, names)
     description = describe(pick_device(args.device))
     agreement = check_answers(engines, request)
     console.print(f"{description['machine']['device']}, {len(engines)} engines, {args.rounds} rounds")
+    if args.engines is None and LlamaCpp.name not in names and is_installed(LlamaCpp.name):
+        console.print(f"{_reason_against(LlamaCpp.name, args.model, args.batch)}: it is left out.")
     measured = measure(engines, request, args.rounds, args.patience, lambda text: console.print(text, style="dim"))
     result = description | {
         "settings": {
-            "model": args.model, "batch": 1, "rounds": args.rounds, "decode_prompt_tokens": args.decode_prompt,
+            "model": args.model, "batch": args.batch, "rounds": args.rounds, "decode_prompt_tokens": args.decode_prompt,
             "new_tokens": args.max_new_tokens, "prefill_prompt_tokens": args.prefill_prompt,
             "targets_beside_transformers": TARGETS,
         },
@@ -370,12 +369,7 @@ def run(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
-    try:
-        run(args)
-    except MinillmError as error:
-        print(f"peers.py: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else 1
-    return 0
+    return exit_status("peers.py", lambda: run(args))
 
 
 if __name__ == "__main__":

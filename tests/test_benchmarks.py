@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +15,15 @@ from helpers import SHAPES, is_one_sentence, lively_model, logits_whole, random_
 
 import minillm
 from minillm.errors import MinillmError
+from minillm.stages.batching import SlottedCache
+from minillm.stages.gqa import GroupedKVCache
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # as Python does for a script there
 
 import engines as engines_module  # noqa: E402
 import peers  # noqa: E402
+from common import TEXT  # noqa: E402
 from engines import Minillm, Transformers, is_installed, llama_of_transformers  # noqa: E402
 from machine import Neighbours, describe  # noqa: E402
 
@@ -37,18 +41,18 @@ class Clock:
 
 
 class Fake:
-    """An engine whose n tokens after a prompt of T cost T * per_prompt_token + (n - 1) * per_token seconds."""
+    """An engine whose n tokens after B prompts of T cost B * T * per_prompt_token + (n - 1) * per_token seconds."""
 
     def __init__(self, clock: Clock, name: str, precision: str, per_prompt_token: float, per_token: float) -> None:
         self.clock, self.name, self.precision = clock, name, precision
         self.costs = per_prompt_token, per_token
-        self.calls: list[tuple[int, int]] = []
-        self.answer = list(range(1000))
+        self.calls = 0
+        self.answers = [list(range(1000))] * 8
 
-    def generate(self, prompt: list[int], n: int) -> list[int]:
-        self.calls.append((len(prompt), n))
-        self.clock.now += len(prompt) * self.costs[0] + (n - 1) * self.costs[1]
-        return self.answer[:n]
+    def generate(self, prompts: list[list[int]], n: int) -> list[list[int]]:
+        self.calls += 1
+        self.clock.now += sum(map(len, prompts)) * self.costs[0] + (n - 1) * self.costs[1]
+        return [answer[:n] for answer in self.answers[: len(prompts)]]
 
 
 @pytest.fixture
@@ -71,7 +75,8 @@ LLAMAS = {
     "multi-query": SHAPES["multi-query"],
     "multi-head": SHAPES["multi-head"],
 }
-REQUEST = peers.Request(decode_prompt=[1] * 40, prefill_prompt=[2] * 256, new_tokens=65)
+REQUEST = peers.Request(decode_prompts=[[1] * 40], prefill_prompts=[[2] * 256], new_tokens=65)
+THREE_USERS = peers.Request(decode_prompts=[[1] * 40] * 3, prefill_prompts=[[2] * 256] * 3, new_tokens=65)
 
 
 # --- measuring -------------------------------------------------------------------------------------------------------
@@ -83,13 +88,19 @@ def test_decode_speed_is_that_of_all_tokens_but_the_first(clock: Clock) -> None:
     assert taken.prefill_s == pytest.approx(2.56)
 
 
+def test_decode_speed_of_a_batch_is_that_of_all_its_rows(clock: Clock) -> None:
+    taken = peers.sample(Fake(clock, "minillm", "fp32", per_prompt_token=0.01, per_token=0.04), THREE_USERS)
+    assert taken.decode_tokens_per_s == pytest.approx(3 * 25)
+    assert taken.prefill_s == pytest.approx(3 * 2.56)
+
+
 def test_a_slow_call_does_not_move_the_prefill(clock: Clock) -> None:
     engine = Fake(clock, "minillm", "fp32", 0.01, 0.04)
     usual, calls = engine.generate, iter([5.0, 0.0, 0.0, 5.0, 0.0, 0.0, 0.0])
 
-    def hit_by_noise(prompt: list[int], n: int) -> list[int]:
+    def hit_by_noise(prompts: list[list[int]], n: int) -> list[list[int]]:
         clock.now += next(calls)
-        return usual(prompt, n)
+        return usual(prompts, n)
 
     engine.generate = hit_by_noise  # type: ignore[method-assign]
     taken = peers.sample(engine, REQUEST)
@@ -100,12 +111,12 @@ def test_engines_take_turns_after_a_warm_up_that_is_not_counted(clock: Clock) ->
     order: list[str] = []
 
     class Noting(Fake):
-        def generate(self, prompt: list[int], n: int) -> list[int]:
+        def generate(self, prompts: list[list[int]], n: int) -> list[list[int]]:
             if n == REQUEST.new_tokens:  # one such call a turn, and none in the warm-up
                 order.append(self.name)
-            if len(self.calls) < 2 * peers.WARM_UPS:
+            if self.calls < 2 * peers.WARM_UPS:
                 clock.now += 60  # the first calls are slow
-            return super().generate(prompt, n)
+            return super().generate(prompts, n)
 
     engines = [Noting(clock, name, "fp32", 0.01, 0.04) for name in "abc"]
     samples = peers.measure(engines, REQUEST, rounds=3).samples
@@ -142,10 +153,13 @@ def test_ratios_are_taken_within_a_round_and_above_1_is_faster() -> None:
 
 def test_an_engine_that_stops_early_is_refused(clock: Clock) -> None:
     engine = Fake(clock, "transformers", "fp32", 0.01, 0.04)
-    engine.answer = engine.answer[:10]
+    engine.answers[1] = engine.answers[1][:10]
     with pytest.raises(MinillmError, match="transformers gave 10 tokens where 65 were asked for") as error:
-        peers.sample(engine, REQUEST)
+        peers.sample(engine, THREE_USERS)
     assert is_one_sentence(str(error.value))
+    del engine.answers[2:]
+    with pytest.raises(MinillmError, match="gave 2 answers to 3 prompts"):
+        peers.sample(engine, THREE_USERS)
 
 
 def test_times_that_cannot_be_told_apart_are_refused(clock: Clock) -> None:
@@ -201,20 +215,27 @@ def test_it_says_where_minillm_is_slower_and_which_target_it_misses(five: list[F
 
 
 def test_fp32_answers_must_be_equal_and_others_are_reported(five: list[Fake]) -> None:
-    five[3].answer = [*range(7), 0, 0, 0, *range(10, 1000)]  # parts at token 8, in bf16
+    five[3].answers[0] = [*range(7), 0, 0, 0, *range(10, 1000)]  # parts at token 8, in bf16
     agreement = {(row["engine"], row["precision"]): row["equal_tokens"] for row in peers.check_answers(five, REQUEST)}
     assert agreement == {("transformers", "fp32"): 65, ("transformers", "bf16"): 7, ("llama.cpp", "Q4_1"): 65}
-    five[1].answer = [*range(20), 0, 0]
-    with pytest.raises(MinillmError, match="differ at new token 21") as error:
-        peers.check_answers(five, REQUEST)
+    agreement = {row["engine"] + row["precision"]: row for row in peers.check_answers(five, THREE_USERS)}
+    assert (agreement["transformersbf16"]["equal_tokens"], agreement["transformersbf16"]["of"]) == (7 + 65 + 65, 3 * 65)
+    five[1].answers[2] = [*range(20), 0, *range(21, 1000)]
+    peers.check_answers(five, REQUEST)  # a row that nobody asked for
+    with pytest.raises(MinillmError, match="differ at new token 21 of prompt 3") as error:
+        peers.check_answers(five, THREE_USERS)
     assert str(error.value).endswith(".")
 
 
-def test_prompts_have_the_lengths_that_were_asked_for() -> None:
+def test_prompts_have_the_lengths_that_were_asked_for_and_differ_in_their_tokens() -> None:
     _, tokenizer = minillm.load("tiny", "cpu")
-    request = peers.make_request(tokenizer, 40, 2000, 8)  # longer than the text: it repeats
-    assert (len(request.decode_prompt), len(request.prefill_prompt)) == (40, 2000)
-    assert request.decode_prompt == request.prefill_prompt[:40]
+    request = peers.make_request(tokenizer, 40, 2000, 8, batch=32)  # longer than the text: it repeats
+    assert {len(prompt) for prompt in request.decode_prompts} == {40} and request.longest == 2001
+    assert {len(prompt) for prompt in request.prefill_prompts} == {2000}
+    assert request.decode_prompts == [prompt[:40] for prompt in request.prefill_prompts]
+    assert request.batch == len({tuple(prompt) for prompt in request.decode_prompts}) == 32
+    assert request.decode_prompts[0] == tokenizer.encode(TEXT)[:40]
+    assert peers.make_prompts(tokenizer, 3, 1000)[-1]  # more of them than the text has tokens: they repeat
 
 
 # --- the engines -----------------------------------------------------------------------------------------------------
@@ -234,13 +255,31 @@ def test_transformers_gets_the_same_weights(shape: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_both_engines_give_n_tokens_and_in_fp32_the_same(dtype: torch.dtype) -> None:
     model = lively_model(LLAMAS["llama"], dtype=dtype)
-    prompt = random_prompt(20, 97, seed=3)
+    prompts = [random_prompt(20, 97, seed) for seed in range(4)]
     ours, theirs = Minillm(model), Transformers(model)
     assert ours.precision == theirs.precision == {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
-    for n in (1, 2, 30):
-        answer = ours.generate(prompt, n)
-        assert len(answer) == len(theirs.generate(prompt, n)) == n
-        assert dtype != torch.float32 or theirs.generate(prompt, n) == answer
+    for n, B in ((1, 1), (2, 1), (30, 1), (1, 4), (30, 4)):
+        answers, found = ours.generate(prompts[:B], n), theirs.generate(prompts[:B], n)
+        assert [len(answer) for answer in answers] == [len(answer) for answer in found] == [n] * B
+        assert dtype != torch.float32 or found == answers
+
+
+def test_minillm_runs_its_newest_stage_for_one_prompt_and_for_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: list[tuple[str, int]] = []
+    for cache in (GroupedKVCache, SlottedCache):
+        usual = cache.attend
+
+        def noting(self: Any, layer: int, q: torch.Tensor, *kv: torch.Tensor, usual: Any = usual) -> torch.Tensor:
+            passes.append((type(self).__name__, q.shape[2]))
+            return usual(self, layer, q, *kv)
+
+        monkeypatch.setattr(cache, "attend", noting)
+    engine = Minillm(lively_model(LLAMAS["llama"]))
+    engine.generate([[1, 2, 3]], 2)
+    assert passes == [("GroupedKVCache", 3)] * 2 + [("GroupedKVCache", 1)] * 2  # two layers, two passes
+    passes.clear()
+    engine.generate([[1, 2, 3], [4, 5, 6]], 2)  # all at once
+    assert passes == [("SlottedCache", 6)] * 2 + [("SlottedCache", 2)] * 2
 
 
 @needs_transformers
@@ -264,8 +303,8 @@ def test_a_model_that_would_not_be_the_same_there_is_refused(shape: str, words: 
 def test_llama_cpp_starts_every_answer_anew() -> None:
     engine = engines_module.LlamaCpp(torch.device("cpu"), context=64)
     prompt = [504, 3575, 282, 260]
-    first = engine.generate(prompt, 8)
-    assert len(first) == 8 and engine.generate(prompt, 8) == first
+    (first,) = engine.generate([prompt], 8)
+    assert len(first) == 8 and engine.generate([prompt], 8) == [first]
     assert engine.model.n_tokens >= len(prompt) + 7  # the prompt was read again, not kept
 
 
@@ -273,15 +312,22 @@ def test_llama_cpp_starts_every_answer_anew() -> None:
 
 
 @needs_transformers
+@pytest.mark.parametrize("batch", [1, 3])
 def test_peers_writes_its_result_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls = iter(range(10**6))
+
     # Times of calls this short mean nothing and could even be negative: only the rest is tested here.
-    monkeypatch.setattr(peers, "seconds", lambda engine, prompt, n: n * 0.01 + len(prompt) * 1e-3 + next(calls) * 1e-9)
+    def invented(engine: Any, prompts: list[list[int]], n: int) -> float:
+        assert len(prompts) == batch
+        return n * 0.01 + len(prompts[0]) * 1e-3 + next(calls) * 1e-9
+
+    monkeypatch.setattr(peers, "seconds", invented)
     path = tmp_path / "new" / "peers.json"
     options = ["--model", "tiny", "--device", "cpu", "--rounds", "3", "--max-new-tokens", "8", "--prefill-prompt", "64"]
-    assert peers.main([*options, "--engines", "minillm,transformers", "--json", str(path)]) == 0
+    options += ["--engines", "minillm,transformers", "--batch", str(batch)]
+    assert peers.main([*options, "--json", str(path)]) == 0
     result = json.loads(path.read_text())
     assert set(result) == {
         "date", "commit", "dirty", "machine", "versions", "settings", "engines", "ratios", "agreement",
@@ -294,8 +340,11 @@ def test_peers_writes_its_result_whole(
         for key in ("decode_tokens_per_s", "prefill_s"):
             assert row[key]["min"] <= row[key]["median"] <= row[key]["max"] and len(row[key]["rounds"]) == 3
     assert len(result["ratios"]) == 4 and all(len(r["times_as_fast"]["rounds"]) == 3 for r in result["ratios"])
-    assert result["agreement"][0] == {"engine": "transformers", "precision": "fp32", "equal_tokens": 8, "of": 8}
-    assert result["settings"]["rounds"] == 3 and result["versions"]["torch"] == torch.__version__
+    n = 8 * batch
+    assert result["agreement"][0] == {"engine": "transformers", "precision": "fp32", "equal_tokens": n, "of": n}
+    assert result["settings"]["targets_beside_transformers"] == {"decode": 1.15, "prefill": 1.0}
+    assert (result["settings"]["rounds"], result["settings"]["batch"]) == (3, batch)
+    assert result["versions"]["torch"] == torch.__version__
     assert "how many times as fast" in capsys.readouterr().out
 
 
@@ -310,6 +359,7 @@ def test_peers_writes_its_result_whole(
         (["--max-new-tokens", "1"], 2, "at least 2"),
         (["--model", "tiny", "--prefill-prompt", "1000"], 2, "positions"),
         (["--rounds", "0"], 2, "below 1"),
+        (["--batch", "0"], 2, "below 1"),
         (["--rounds", "many"], 2, "invalid"),
     ],
 )
@@ -331,6 +381,18 @@ def test_an_engine_that_is_not_installed_is_named(
     monkeypatch.setattr(peers, "is_installed", lambda name: name == "minillm")
     assert peers.main(["--engines", "minillm,llama.cpp"]) == 2
     assert "The engine llama.cpp is not installed" in capsys.readouterr().err
+
+
+def test_llama_cpp_is_run_for_one_user_and_its_absence_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(peers, "is_installed", lambda name: name != "transformers")
+    assert peers.main(["--engines", "minillm,llama.cpp", "--batch", "2"]) == 2
+    assert "llama.cpp is run for one prompt at a time" in capsys.readouterr().err
+    monkeypatch.setattr(peers, "seconds", lambda engine, prompts, n: n * 0.01)
+    options = ["--model", "tiny", "--device", "cpu", "--dtypes", "fp32", "--rounds", "1", "--prefill-prompt", "64"]
+    assert peers.main([*options, "--batch", "2"]) == 0
+    assert "llama.cpp is run for one prompt at a time: it is left out" in capsys.readouterr().out
 
 
 def test_a_result_names_machine_versions_and_commit() -> None:
