@@ -41,8 +41,8 @@ def main(argv: list[str] | None = None) -> int:
         return _fail(2, str(error))
     except MinillmError as error:
         return _fail(1, str(error))
-    except KeyboardInterrupt:
-        return _fail(130, "Interrupted.")
+    except KeyboardInterrupt as stop:
+        return _fail(130, str(stop) or "Interrupted.")
     except BrokenPipeError:
         _discard_output()  # the reader left: nobody to tell
         return 1
@@ -99,14 +99,18 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--stage", default="kv_cache", metavar="S", help="stage to generate with (default: kv_cache)")
     generate.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
     generate.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="at most (default: 128)")
-    generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
-    generate.add_argument("--top-k", type=int, metavar="K", help="draw from the K most probable tokens")
-    generate.add_argument("--top-p", type=float, metavar="P", help="draw from the smallest set of that probability")
-    generate.add_argument("--min-p", type=float, metavar="P", help="drop tokens less probable than P times the best")
-    generate.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text again")
-    generate.add_argument(
-        "--price-per-hour", type=_price, default=1.0, metavar="USD", help="of the machine (default: 1)"
+    _answer_options(generate)
+
+    batch = _command(commands, "batch", _batch, "answer a file of prompts; stopped, it goes on where it was")
+    batch.add_argument("file", metavar="FILE", help='JSON lines: {"prompt": TEXT, "id": ..., "max_new_tokens": N, ...}')
+    batch.add_argument(
+        "--out", metavar="ANSWERS", help="grows by a line an answer (default: FILE's name.answers.jsonl)"
     )
+    _model_options(batch)
+    batch.add_argument("--chat", action="store_true", help="put each prompt into the model's chat template")
+    batch.add_argument("--max-batch", type=int, default=16, metavar="N", help="answered at a time (default: 16)")
+    batch.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="an answer at most (default: 128)")
+    _answer_options(batch)
 
     roofline = _command(commands, "roofline", _roofline, "measure this machine's ceilings, beside the datasheet")
     _device_options(roofline)
@@ -166,6 +170,17 @@ def _model_options(command: argparse.ArgumentParser) -> None:
         help=f"a known name, a folder, a .gguf file, or random:NAME for random weights (default: {DEFAULT_MODEL})",
     )  # fmt: skip
     _device_options(command)
+
+
+def _answer_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
+    command.add_argument("--top-k", type=int, metavar="K", help="draw from the K most probable tokens")
+    command.add_argument("--top-p", type=float, metavar="P", help="draw from the smallest set of that probability")
+    command.add_argument("--min-p", type=float, metavar="P", help="drop tokens less probable than P times the best")
+    command.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text again")
+    command.add_argument(
+        "--price-per-hour", type=_price, default=1.0, metavar="USD", help="of the machine (default: 1)"
+    )
 
 
 def _device(text: str) -> str:
@@ -263,6 +278,12 @@ def _generate(args: argparse.Namespace) -> None:
     print(stream.flush(), flush=True)
     numbers = summarize(generation.times, args.price_per_hour)
     make_console().print(one_line(numbers, len(generation), args.price_per_hour), style="dim")
+
+
+def _batch(args: argparse.Namespace) -> None:
+    from minillm.batch_command import batch
+
+    batch(args)
 
 
 def _roofline(args: argparse.Namespace) -> None:
