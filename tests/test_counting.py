@@ -5,6 +5,7 @@ It knows the model and the stages from their definition only, and shares no code
 """
 
 import gc
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -34,15 +35,10 @@ CONFIGS = [
     ModelConfig("windowed", 2, 32, 4, 2, 8, 48, 97, 192, sliding_window=4),
 ]
 DTYPES = [torch.float32, torch.bfloat16]
+CACHED = [name for name in STAGES if name != "naive"]
 RUNS = [  # stage, tokens of the prompt, new tokens, batch
     *(("naive", 7, 1, 1), ("naive", 7, 3, 3), ("naive", 1, 2, 1)),
-    *(
-        ("kv_cache", 7, 1, 1),
-        ("kv_cache", 7, 1, 3),
-        ("kv_cache", 7, 3, 1),
-        ("kv_cache", 7, 3, 3),
-        ("kv_cache", 1, 2, 3),
-    ),
+    *((stage, *run) for stage in CACHED for run in ((7, 1, 1), (7, 1, 3), (7, 3, 1), (7, 3, 3), (1, 2, 3), (63, 3, 2))),
 ]
 
 
@@ -84,15 +80,22 @@ class Pass:
         B, T, b, c = self.B, self.T, self.b, self.config
         C, D, F, V = c.d_model, c.head_dim, c.d_ff, c.vocab_size
         tokens = B * T
+        self.packed = (
+            self.stage == "batching"
+        )  # the tokens of all sequences in one row, each with a position of its own
+        P = self.positions = tokens if self.packed else T  # else the positions are shared by all sequences
 
-        # Angles of T positions, shared by all sequences and layers, in float32: made, multiplied with D frequencies, and
-        # of the product the cosine and the sine, each cast where the model has another dtype.
-        self.bytes += 8 * T
-        self.add(read=8 * T, weights=4 * D, written=4 * T * D)
+        if self.packed:
+            self.packing()
+        else:
+            self.bytes += 8 * P
+        # Angles, shared by all layers, in float32: multiplied with D frequencies, and of the product the cosine and the sine,
+        # each cast where the model has another dtype.
+        self.add(read=8 * P, weights=4 * D, written=4 * P * D)
         for _ in ("cos", "sin"):
-            self.add(read=4 * T * D, written=4 * T * D)
+            self.add(read=4 * P * D, written=4 * P * D)
             if b != 4:
-                self.add(read=4 * T * D, written=b * T * D)
+                self.add(read=4 * P * D, written=b * P * D)
 
         self.add(read=8 * tokens, weights=b * tokens * C, written=b * tokens * C)  # embedding: a row for each token
         for _ in range(c.n_layers):
@@ -106,11 +109,31 @@ class Pass:
             self.linear(F, C)
             self.residual()
         self.norm(C)
-        rows = B * T if self.stage == "naive" else B  # the head: naive asks every position, the cache the last one
+        if self.packed and T > 1:
+            self.add(read=b * B * C + 8 * B, written=b * B * C)  # the last position of each sequence, gathered
+        rows = B * T if self.stage == "naive" else B  # the head: naive asks every position, the others the last one
         self.linear(C, V, rows=rows)
         self.add(read=b * B * V, written=8 * B)  # argmax over the last position
         if self.stage == "naive":
             self.add(read=8 * B * (T + 1), written=8 * B * (T + 1))  # cat of the tokens
+
+    def packing(self) -> None:
+        """What continuous batching notes on the device for a pass: int64 numbers, and memory made ready."""
+        B, T, S, c = self.B, self.T, self.S, self.config
+        if T == S:
+            self.add(written=8 * B + 8 * B)  # the numbers of the slots, and how much each holds: nothing
+            self.add(written=8 * B)  # which is set once more for each request that comes
+        blocks = -(-S // 64) - (0 if T == S else -(-(S - 1) // 64))
+        self.add(written=blocks * 2 * c.n_layers * B * c.n_kv_heads * 64 * c.head_dim * self.b)  # zeroed
+        # Of a prompt, the new lengths and the places of the last tokens. In decode the positions, which are the old lengths,
+        # and the new lengths.
+        self.add(read=2 * 8 * B, written=2 * 8 * B)
+        if c.sliding_window is not None and S > c.sliding_window:
+            self.add(written=8 * S)  # the S places of a slot
+            self.add(read=8 * B, written=8 * B)  # where the window of each begins
+            self.add(read=2 * (8 * S + 8 * B), written=2 * B * S)  # two comparisons
+            self.add(read=2 * B * S, written=B * S)  # and
+        self.add(read=8 * B * T, written=8 * B * T)  # cat of the tokens
 
     def attention(self) -> None:
         B, T, S, b, c = self.B, self.T, self.S, self.b, self.config
@@ -122,24 +145,45 @@ class Pass:
                 self.norm(D, vectors=B * H * T)
             n = B * H * T * D
             self.add(read=b * n, written=b * n)  # the halves of each head swapped
-            self.add(read=b * (n + T * D), written=b * n)  # x cos
-            self.add(read=b * (2 * n + T * D), written=b * n)  # + swapped sin
-        for _ in ("k", "v"):  # one copy a query head: by `repeat_interleave`, or into the cache
-            self.add(read=b * B * Hkv * T * D, written=b * B * Hq * T * D)
-        mask = 0
-        if c.sliding_window is not None and S > c.sliding_window:
-            mask = T * S
-            self.bytes += mask  # ones
-            self.add(read=mask, written=mask)  # tril
-            self.add(read=mask, written=mask)  # triu
-        self.flops += 4 * B * Hq * T * S * D  # q k^T and its softmax times v, the causal half not taken off
-        cache = {"weights" if self.stage == "kv_cache" else "read": b * 2 * B * Hq * S * D}
-        self.add(**cache)
-        self.add(read=b * B * Hq * T * D + mask, written=b * B * Hq * T * D)
-        if c.qk_norm and T > 1:
-            # RMSNorm leaves q as (B, Hq, T, D) and attention's result like it: merging the heads copies.
+            self.add(read=b * (n + self.positions * D), written=b * n)  # x cos
+            self.add(read=b * (2 * n + self.positions * D), written=b * n)  # + swapped sin
+        copies = Hq if self.stage in ("naive", "kv_cache") else Hkv  # by `repeat_interleave`, or into the cache
+        places = 2 * 8 * B * T if self.packed else 0  # of each token, its slot and its place there
+        for _ in ("k", "v"):
+            self.add(read=b * B * Hkv * T * D + places, written=b * B * copies * T * D)
+        windowed = c.sliding_window is not None and S > c.sliding_window
+        if self.packed:
+            mask = B * S if windowed else 0
+            if T == 1:
+                self.attend(B, 1, S, Hkv, mask)
+            else:  # the last token of each as in decode, and then each prompt by itself; the results are joined
+                self.add(read=b * B * Hq * D + 8 * B, written=b * B * Hq * D)
+                self.attend(B, 1, S, Hkv, mask)
+                for _ in range(B):
+                    self.attend(1, T, S, Hkv, self.made_mask() if windowed else 0)
+                self.add(read=b * B * T * Hq * D, written=b * B * T * Hq * D)
+        elif self.stage not in ("naive", "kv_cache") and T == 1:
+            self.attend(B, 1, min(S, c.sliding_window or S), Hkv, 0)
+        else:
+            self.attend(B, T, S, copies, self.made_mask() if windowed else 0)
+        if c.qk_norm and (B > 1 and T == 1 if self.packed else T > 1):
+            # RMSNorm leaves q with the heads first and attention's result like it: merging the heads of several tokens copies.
             self.add(read=b * B * T * Hq * D, written=b * B * T * Hq * D)
         self.linear(Hq * D, C)
+
+    def attend(self, B: int, T: int, S: int, heads: int, mask: int) -> None:
+        """The operator, over keys and values of that many heads: q k^T, and its softmax times v. The causal half counts too."""
+        Hq, D, b = self.config.n_heads, self.config.head_dim, self.b
+        self.flops += 4 * B * Hq * T * S * D
+        self.add(**{"read" if self.stage == "naive" else "weights": b * 2 * B * heads * S * D})
+        self.add(read=b * B * Hq * T * D + mask, written=b * B * Hq * T * D)
+
+    def made_mask(self) -> int:
+        """Bytes of a mask (T, S): written by ones, read and written by tril and by triu."""
+        mask = self.T * self.S
+        self.add(written=mask)
+        self.add(read=2 * mask, written=2 * mask)
+        return mask
 
     def linear(self, inputs: int, outputs: int, bias: bool = False, rows: int | None = None) -> None:
         rows = self.B * self.T if rows is None else rows
@@ -194,7 +238,7 @@ def test_prefill_and_whole_generations_equal_the_closed_form(
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_one_decode_step_equals_the_closed_form(config: ModelConfig, dtype: torch.dtype, device: str) -> None:
     model = model_on(device, config, dtype)
-    for stage, T, S in (("kv_cache", 1, 9), ("naive", 9, 9)):
+    for stage, T, S in (("naive", 9, 9), *((stage, 1, 9) for stage in CACHED)):
         for batch in (1, 3):
             # The run of 2 tokens after a prompt of 8 has one step more than the run of 1: it attends over 9.
             step = count_run(STAGES[stage], model, 8, 2, batch) - count_run(STAGES[stage], model, 8, 1, batch)
@@ -268,6 +312,56 @@ def test_decode_attention_stays_below_two_flops_for_every_byte_of_an_element(
     [attention] = [op for op, _ in step if op.name == "scaled_dot_product_attention"]
     assert attention.flops / attention.bytes == pytest.approx(2 * S / (S + 1) / b)
     assert 0.99 * 2 / b < attention.flops / attention.bytes < 2 / b
+
+
+def decode_step(stage: str, model: Transformer, S: int, B: int = 1) -> Cost:
+    """One step that attends over S tokens of each of B sequences."""
+    return count_run(STAGES[stage], model, S - 1, 2, B) - count_run(STAGES[stage], model, S - 1, 1, B)
+
+
+def kept(cost: Cost, config: ModelConfig, B: int) -> int:
+    """Bytes of keys and values that a step writes into its cache, and reads from it for attention."""
+    writes = {"copy", "index_put"}  # of a step that decodes, the only operators of these names with a shape of heads
+    written = sum(
+        n * op.written for op, n in cost if op.name in writes and str(config.head_dim) in re.split("x|, ", op.shape)
+    )
+    return written + sum(n * op.ideal for op, n in cost if op.name == "scaled_dot_product_attention")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("config", CONFIGS[:5], ids=lambda config: config.name)
+@pytest.mark.parametrize("B", [1, 3])
+def test_keys_and_values_take_g_times_fewer_bytes_without_copies(
+    config: ModelConfig, dtype: torch.dtype, B: int
+) -> None:
+    model, S, b, D = model_on("meta", config, dtype), 30, dtype.itemsize, config.head_dim
+    expanded = decode_step("kv_cache", model, S, B)
+    weights = config.streamed_params * b + B * config.d_model * b + 4 * D  # those streamed, embeddings, frequencies
+    assert kept(expanded, config, B) == 2 * b * config.n_layers * B * config.n_heads * (S + 1) * D
+    for stage in ("gqa", "batching_static", "batching"):
+        grouped = decode_step(stage, model, S, B)
+        assert grouped.flops == expanded.flops
+        assert kept(expanded, config, B) == config.group_size * kept(grouped, config, B)
+        assert expanded.ideal_bytes - weights == config.group_size * (grouped.ideal_bytes - weights) > 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("config", CONFIGS[:5], ids=lambda config: config.name)
+def test_grouped_decode_attention_nears_two_g_flops_for_every_byte_of_an_element(
+    config: ModelConfig, dtype: torch.dtype
+) -> None:
+    """4 G S D FLOPs a KV head over b (2 S D + 2 G D) bytes: 2 G S / (S + G) / b."""
+    S, b, G = 150, dtype.itemsize, config.group_size
+    step = decode_step("gqa", model_on("meta", config, dtype), S)
+    [attention] = [op for op, _ in step if op.name == "scaled_dot_product_attention"]
+    assert attention.flops / attention.bytes == pytest.approx(2 * G * S / (S + G) / b)
+    assert 0.97 * 2 * G / b < attention.flops / attention.bytes < 2 * G / b
+
+
+@pytest.mark.parametrize("stage", ["gqa", "batching_static"])
+def test_a_window_keeps_the_bytes_of_grouped_decode_constant(stage: str) -> None:
+    model = model_on("meta", CONFIGS[5])
+    assert decode_step(stage, model, 10, 2).bytes == decode_step(stage, model, 90, 2).bytes
 
 
 def test_ideal_bytes_of_a_decode_step_are_the_streamed_weights_and_the_cache() -> None:

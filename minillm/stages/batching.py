@@ -152,7 +152,7 @@ class SlottedCache:
             self._last = torch.tensor(ends, device=self.device) - 1
         else:
             self._rows, self._columns, self._last = self._slots[:n], self._next[:n].clone(), self._slots[:n]
-            self._next[:n] += 1
+            self._next[:n].add_(1)
         self._visible = self._ragged_mask(after)
         return self._last
 
@@ -190,16 +190,15 @@ class SlottedCache:
         # The last token of each request sees all of its slot: one query a request, whether its prompt came whole or long ago.
         last = q[:, :, self._last] if self._chunks else q  # (1, Hq, n, D)
         out = decode_attention(last.transpose(0, 2), keys, values, self._visible)
-        out = out.transpose(0, 2)  # (n, Hq, 1, D) -> (1, Hq, n, D)
         if not self._chunks:
-            return out
-        packed = torch.empty_like(q)
-        packed[:, :, self._last] = out
+            return out.transpose(0, 2)  # (n, Hq, 1, D) -> (1, Hq, n, D)
+        parts = list(out.split(1))  # (1, Hq, 1, D) each; a chunk puts all its queries in place of the last one
         for slot, start, end in self._chunks:
             seen = slice(0, self.lengths[slot])
             k, v = keys[slot : slot + 1, :, seen], values[slot : slot + 1, :, seen]  # (1, Hkv, S, D)
-            packed[:, :, start:end] = causal_attention(q[:, :, start:end], k, v, self.config.sliding_window)
-        return packed
+            parts[slot] = causal_attention(q[:, :, start:end], k, v, self.config.sliding_window)
+        # Joined with the tokens first, as the model is about to merge the heads of each.
+        return torch.cat([part.transpose(1, 2) for part in parts], dim=1).transpose(1, 2)  # (1, Hq, N, D)
 
 
 class Engine:
