@@ -70,6 +70,10 @@ def positive(text: str) -> int:
     return value
 
 
+def positives(text: str) -> list[int]:
+    return [positive(part) for part in text.split(",")]
+
+
 def exit_status(program: str, work: Callable[[], None]) -> int:
     """Do the work: 0 done, 1 it failed, 2 the command was wrong. An error is one sentence."""
     try:

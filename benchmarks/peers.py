@@ -198,8 +198,8 @@ def summarize(engines: Sequence[Engine], samples: Sequence[Sequence[Sample]]) ->
 def check_answers(engines: Sequence[Engine], request: Request) -> list[dict[str, Any]]:
     """How far each engine's answers agree with minillm's in the same precision (llama.cpp's: with the first).
 
-    Equal tokens of all prompts are added. Raises `MinillmError` where fp32 answers differ: engines that compute different things
-    cannot be compared.
+    Equal tokens of all prompts are added. Raises `MinillmError` where fp32 answers differ: engines that compute different
+    things cannot be compared.
     """
     answers = [engine.generate(request.decode_prompts, request.new_tokens) for engine in engines]
     ours = {e.precision: found for e, found in zip(engines, answers, strict=True) if e.name == Minillm.name}
