@@ -374,14 +374,22 @@ def test_intensity_of_absorbed_decode_approaches_its_formula(name: str, needed: 
 @pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v2-lite"])
 def test_a_cached_latent_is_read_once_for_all_heads(name: str) -> None:
     config = KNOWN_LATENT_SHAPES[name]
-    one_more = (
-        attention_cost(config, 1, 5001, absorbed=True).bytes - attention_cost(config, 1, 5000, absorbed=True).bytes
-    )
-    assert one_more == config.d_latent * 2
-    one_more = (
-        attention_cost(config, 1, 5001, absorbed=False).bytes - attention_cost(config, 1, 5000, absorbed=False).bytes
-    )
-    assert one_more > 2 * config.n_heads * (config.d_qk + config.d_v) * 2  # keys and values, written and read
+
+    def bytes_of_one_more(T: int, absorbed: bool) -> int:
+        longer, shorter = (attention_cost(config, T, S, absorbed).bytes for S in (5001, 5000))
+        return longer - shorter
+
+    assert bytes_of_one_more(1, True) == config.d_latent * 2
+    assert bytes_of_one_more(7, True) == config.d_latent * 2 + 4 * 7  # and of the mask: ones, tril and attention
+    keys_values = config.n_heads * (config.d_qk + config.d_v) * 2
+    assert bytes_of_one_more(1, False) > 2 * keys_values  # written and read
+
+
+def test_decode_is_one_matrix_of_queries_on_one_head_of_keys() -> None:
+    # Heads apart would count the same bytes, and take up to 24 times as long where the kernel loads the latents for each.
+    cost = attention_cost(KNOWN_LATENT_SHAPES["deepseek-v3"], 1, 5000, absorbed=True)
+    shapes = [op.shape for op, _ in cost if op.name == "scaled_dot_product_attention"]
+    assert shapes == ["1x1x128x576, 1x1x5000x576, 1x1x5000x576"]
 
 
 @pytest.mark.parametrize("name", KNOWN_LATENT_SHAPES)
