@@ -71,9 +71,8 @@ def batch(args: argparse.Namespace) -> None:
                 done = answers.done  # grows
                 problems += _serve(model, tokenizer, [q for q in questions if q.id not in done], answers, args)
     except KeyboardInterrupt:
-        done = (
-            answered(out, prompts) or done
-        )  # an answer may be written and not counted yet; of a pipe, what was counted
+        # The last answer may be written and not counted yet. What went into a pipe was counted only.
+        done = answered(out, prompts) or done
         state = f"{len(done)} of {total} prompts are answered in {out}"
         raise KeyboardInterrupt(f"Interrupted: {state}, and the same command goes on from there.") from None
     make_console().print(f"{len(done)} of {total} prompts are answered in {out}", markup=False, soft_wrap=True)

@@ -130,7 +130,7 @@ def write_trace(path: str | Path, arrivals: Iterable[Arrival]) -> None:
 # --- What serving gave
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Step:
     """One pass of the model, in seconds after the beginning. `slots` says whose token each slot gave.
 

@@ -388,6 +388,21 @@ def test_a_full_device_is_told_in_one_sentence(run: Run, prompts: Path) -> None:
     assert (status, "/dev/full could not be written (No space left on device): 0 of 7" in error) == (1, True)
 
 
+def test_each_answer_is_on_the_disk_before_the_next_one_is_written(
+    run: Run,  # noqa: F811
+    prompts: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = []
+    for name in ("write", "fsync"):
+        real = getattr(os, name)
+        monkeypatch.setattr(
+            f"minillm.answer_file.os.{name}", lambda *args, name=name, real=real: calls.append(name) or real(*args)
+        )
+    assert run("batch", str(prompts), *MODEL)[0] == 0
+    assert calls == ["write", "fsync"] * 7
+
+
 def test_answers_go_into_a_pipe(run: Run, prompts: Path, tmp_path: Path) -> None:  # noqa: F811
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
@@ -399,12 +414,12 @@ def test_answers_go_into_a_pipe(run: Run, prompts: Path, tmp_path: Path) -> None
 
 # --- in a process of its own ------------------------------------------------------------------------------------------
 
-LONG = ["--model", "tiny", "--device", "cpu", "--max-new-tokens", "150", "--max-batch", "2", *DRAWN]
+LONG = ["--model", "tiny", "--device", "cpu", "--max-new-tokens", "40", "--max-batch", "1", *DRAWN]
 
 
 def start_and_wait_for_answers(path: Path, stderr: int) -> subprocess.Popen[str]:
-    """Prompts enough for some seconds; returns once the first of them are answered."""
-    write(path, [{"prompt": f"prompt number {i}"} for i in range(60)])
+    """Prompts enough for a second or more; returns once the first of them are answered."""
+    write(path, [{"prompt": f"prompt number {i}"} for i in range(30)])
     command = process("batch", str(path), *LONG, stderr=stderr)
     deadline = time.monotonic() + 60
     while not answers_of(path).exists() or answers_of(path).read_bytes().count(b"\n") < 3:
@@ -416,13 +431,13 @@ def start_and_wait_for_answers(path: Path, stderr: int) -> subprocess.Popen[str]
 
 def assert_it_goes_on(run: Run, path: Path, before: bytes) -> None:  # noqa: F811
     """A second run keeps what was there, adds the rest, and all is as if nothing had happened."""
-    assert 3 <= before.count(b"\n") < 60
+    assert 3 <= before.count(b"\n") < 30
     assert run("batch", str(path), *LONG, "--max-batch", "16")[::2] == (0, "")
     assert answers_of(path).read_bytes().startswith(before[: before.rfind(b"\n") + 1])
     whole = path.with_name("whole.jsonl")
-    assert run("batch", str(path), *LONG, "--max-batch", "30", "--out", str(whole))[0] == 0
+    assert run("batch", str(path), *LONG, "--max-batch", "7", "--out", str(whole))[0] == 0
     assert texts(answers_of(path)) == texts(whole)
-    assert len(texts(whole)) == 60
+    assert len(texts(whole)) == 30
 
 
 def test_killed_in_the_middle_it_goes_on(run: Run, tmp_path: Path) -> None:  # noqa: F811
@@ -446,7 +461,7 @@ def test_ctrl_c_says_how_far_it_is_and_that_it_goes_on(run: Run, tmp_path: Path)
     assert (command.returncode, output) == (130, "")
     assert_one_sentence(error)
     assert error == (
-        f"minillm: Interrupted: {before.count(chr(10).encode())} of 60 prompts are answered in {answers_of(path)}, "
+        f"minillm: Interrupted: {before.count(chr(10).encode())} of 30 prompts are answered in {answers_of(path)}, "
         "and the same command goes on from there.\n"
     )
     assert before.endswith(b"\n")
