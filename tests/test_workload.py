@@ -385,20 +385,28 @@ def test_made_up_prompts_are_the_same_for_the_same_id() -> None:
         ([], {}, "There are no requests"),
         ([Arrival("a", 0.0, 1, 1), Arrival("a", 1.0, 1, 1)], {}, "id"),
         ([Arrival("a", 0.0, 1, 1)], {"max_batch": 0}, "max_batch is 0"),
-        ([Arrival("a", 0.0, 1, 1), Arrival("b", 0.0, 9, 3)], {"max_tokens": 10}, "keeps 11 tokens"),
+        ([Arrival("a", 0.0, 1, 1), Arrival("b", 5.0, 9, 3)], {"max_tokens": 10}, "keeps 11 tokens"),
     ],
 )
 def test_what_cannot_be_served_is_told_before_anything_runs(
-    tiny: Transformer, trace: list[Arrival], settings: dict[str, int], says: str
+    tiny: Transformer,
+    trace: list[Arrival],
+    settings: dict[str, int],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    def ran(*_: object) -> float:
+        pytest.fail("it ran")
+
+    monkeypatch.setattr(Transformer, "hidden", ran)
     settings = {"max_batch": 2} | settings
-    for run in (
-        lambda: serve(tiny, trace, **settings),
-        lambda: simulate(trace, second_a_step, **settings),
-    ):
+    for run in (lambda: serve(tiny, trace, **settings), lambda: simulate(trace, ran, **settings)):
         with pytest.raises(UsageError) as error:
             run()
         assert says in str(error.value)
+    if "max_tokens" not in settings:
+        with pytest.raises(UsageError, match=says):
+            simulate_static(trace, ran, **settings)
     with pytest.raises(UsageError, match="256 positions"):
         serve(tiny, [Arrival("a", 0.0, 1, 1), Arrival("b", 0.0, 300, 1)], max_batch=2)
 
