@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,7 +79,7 @@ def test_the_trace_is_the_same_in_every_run_and_spreads_10_to_1(trace: bench.Tra
 
 
 def test_steps_are_the_passes_of_the_model_and_answers_agree(trace: bench.Trace) -> None:
-    model, _ = minillm.load("tiny", "cpu")
+    model = lively_model(wide(LLAMA, n_layers=1, vocab_size=320))
     result = bench.measure_trace(quiet(1), model, trace)
     limits = trace.limits
     static = sum(max(limits[i : i + 16]) for i in range(0, 200, 16))  # each batch lasts as long as its longest answer
@@ -110,6 +111,20 @@ def test_ways_take_turns_and_their_ratio_is_taken_within_a_round(
     assert result["equal_answers"] == 0
 
 
+# --- a step ----------------------------------------------------------------------------------------------------------
+
+
+def test_figures_of_a_step_are_those_of_one_of_them() -> None:
+    x = torch.ones(10, 20)
+    cost = count(lambda: [x @ x.T for _ in range(4)])  # four steps, each of 2 * 10 * 20 * 10 FLOPs
+    row = bench.step_figures(
+        cost, 4, Ceilings("abacus", "fp32", bandwidth=1e30, peak=1e3, overhead=1e-9), [5.0, 9.0, 8.0]
+    )
+    assert (row["flops"], row["predicted_s"], row["bound"]) == (4000, pytest.approx(4.0), "compute")
+    assert row["bytes"] == 4 * (10 * 20 + 10 * 10) and row["intensity"] == 4000 / 1200
+    assert row["measured_s"]["median"] == 8 and row["ratio"] == pytest.approx(2.0)
+
+
 # --- the batches -----------------------------------------------------------------------------------------------------
 
 
@@ -134,12 +149,13 @@ def test_a_step_of_a_batch_is_counted_predicted_and_shared_among_users(
     assert one["intensity"] < four["intensity"] < 4 * one["intensity"]
 
 
-def test_what_is_timed_in_a_batch_is_what_is_counted() -> None:
+def test_what_is_timed_in_a_batch_is_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     model = lively_model(LLAMA)
     prompts = [[i] * bench.LOCKSTEP_PROMPT for i in range(3)]
     counted = bench.phase_costs(bench.STAGE, model, bench.LOCKSTEP_PROMPT, 6, 3)
     assert count(lambda: bench.lockstep_seconds(model, prompts, 5)).flops == sum(c.flops for c in counted.values())
-    assert bench.lockstep_seconds(model, prompts, 5) > 0
+    monkeypatch.setattr(bench, "phase_seconds", lambda times: {"decode": 10.0 * (len(times) == 6)})
+    assert bench.lockstep_seconds(model, prompts, 5) == 2  # seconds a step
 
 
 # --- the contexts ----------------------------------------------------------------------------------------------------
@@ -182,9 +198,11 @@ def test_a_filled_cache_is_read_from_its_first_token_on(monkeypatch: pytest.Monk
 
     monkeypatch.setattr("minillm.stages.kv_cache.causal_attention", noting)
     cache = bench.filled_cache(bench.Variant("kv_cache", 2), model, 24)
-    assert isinstance(cache, KVCache) and bench.context_seconds(model, cache, 20, 3) > 0
+    ticks = SimpleNamespace(perf_counter=map(float, range(100)).__next__)  # a clock that each look at it advances by 1
+    monkeypatch.setattr("minillm.generation.time", ticks)
+    assert isinstance(cache, KVCache) and bench.context_seconds(model, cache, 20, 3) == 1  # seconds a step
     assert seen == [(21, True), (21, True), (22, True), (22, True), (23, True), (23, True)]  # two layers
-    assert bench.context_seconds(model, cache, 20, 3) > 0  # again from 20 tokens on, in the same cache
+    bench.context_seconds(model, cache, 20, 3)  # again from 20 tokens on, in the same cache
     assert seen[6][0] == 21
 
 
@@ -247,7 +265,7 @@ SMALL = [
 
 def test_the_command_writes_its_result_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "new" / "batching.json"
-    assert bench.main([*SMALL, "--rounds", "2", "--json", str(path)]) == 0
+    assert bench.main([*SMALL, "--rounds", "1", "--json", str(path)]) == 0
     result = json.loads(path.read_text())
     assert set(result) == {
         "date", "commit", "dirty", "machine", "versions", "settings", "trace", "batches", "contexts", "missed",
@@ -257,8 +275,8 @@ def test_the_command_writes_its_result_whole(tmp_path: Path, capsys: pytest.Capt
         assert [part["dtype"] for part in result[name]] == ["fp32", "bf16"]
     assert [row["batch"] for row in result["batches"][1]["rows"]] == [1, 2]
     assert len(result["contexts"][0]["rows"]) == 2 * 4 and len(result["contexts"][0]["gains"]) == 2 * 3
-    assert all(len(row["measured_s"]["rounds"]) == 2 for part in result["contexts"] for row in part["rows"])
-    assert (result["settings"]["rounds"], result["settings"]["max_batch"]) == (2, 16)
+    assert all(len(row["measured_s"]["rounds"]) == 1 for part in result["contexts"] for row in part["rows"])
+    assert (result["settings"]["rounds"], result["settings"]["max_batch"]) == (1, 16)
     printed = " ".join(capsys.readouterr().out.split())
     assert "A trace of 3 requests" in printed and all(line[:60] in printed for line in result["missed"])
 
