@@ -668,7 +668,7 @@ def real_prompts(smollm2: tuple[Transformer, Any]) -> Iterator[tuple[list[list[i
 
 
 @both
-@pytest.mark.parametrize("max_batch", [2, 3, 8])
+@pytest.mark.parametrize("max_batch", [3, 8])
 def test_smollm2_answers_each_of_eight_ragged_prompts_as_if_alone(
     generate: Any,
     max_batch: int,

@@ -65,8 +65,8 @@ class Scheduler:
     def schedule(self) -> list[tuple[int, int]]:
         """Retire finished requests and admit waiting ones: `running` is then the next step's batch.
 
-        A new request takes the slot of one that has finished. Where no new one comes, the last running request moves into the
-        gap; these moves are returned as (from slot, to slot), in order.
+        A new request takes the slot of one that has finished. Where no new one comes, a running request from the end moves
+        into the gap; these moves are returned as (from slot, to slot).
         """
         free = [slot for slot, row in enumerate(self.running) if row.finished]
         reserved = self.reserved
@@ -78,12 +78,12 @@ class Scheduler:
             else:
                 break
             reserved += self.waiting.popleft().size
-        moves = []
-        for slot in reversed(free):  # from behind, so that the last row is one that runs
-            last = self.running.pop()
-            if slot < len(self.running):
-                self.running[slot] = last
-                moves.append((len(self.running), slot))
+        n = len(self.running) - len(free)
+        behind = [slot for slot in range(n, len(self.running)) if slot not in free]
+        moves = list(zip(behind, [slot for slot in free if slot < n], strict=True))  # as many as there are gaps
+        for source, target in moves:
+            self.running[target] = self.running[source]
+        del self.running[n:]
         return moves
 
 
