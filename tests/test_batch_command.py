@@ -104,6 +104,12 @@ def test_a_line_may_have_settings_of_its_own(run: Run, prompts: Path) -> None:  
     )
 
 
+def test_the_longest_answer_is_begun_first(run: Run, prompts: Path) -> None:  # noqa: F811
+    write(prompts, [{"prompt": "x", "max_new_tokens": n} for n in (2, 3, 2, 5)])
+    assert run("batch", str(prompts), *MODEL, "--max-batch", "1")[0] == 0
+    assert list(texts(answers_of(prompts))) == ["line-4", "line-2", "line-1", "line-3"]
+
+
 def test_a_stop_token_ends_an_answer_and_is_not_shown(run: Run, prompts: Path) -> None:  # noqa: F811
     write(prompts, [{"prompt": f"{i}"} for i in range(30)])
     hot = ["--temperature", "1e5", "--seed", "1"]  # each of 320 tokens as probable: 17 % stop within 60
