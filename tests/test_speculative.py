@@ -375,9 +375,11 @@ def test_a_draft_model_tells_the_chances_that_it_drew_by(model: Transformer) -> 
     [
         ([1, 2, 3, 4, 1, 2, 3], 2, [4, 1]),
         ([1, 2, 3, 9, 5, 2, 3, 7, 1, 2, 3], 2, [9, 5]),  # three tokens beat a later match of two
-        ([5, 3, 7, 6, 3, 8, 3], 2, [8, 3]),  # of equal matches, the latest
+        ([5, 3, 7, 6, 5, 3, 8, 5, 3], 2, [8, 5]),  # of equal matches, the latest
         ([1, 2, 3, 4, 1, 2, 3], 9, [4, 1, 2, 3, 4, 1, 2, 3, 4]),  # a loop goes on as a loop
-        ([7, 7], 4, [7, 7, 7, 7]),
+        ([7, 7, 7], 4, [7, 7, 7, 7]),
+        ([3, 8, 3], 4, []),  # one token alone says too little
+        ([7, 7], 4, []),
         ([1, 2, 3], 4, []),
         ([1], 4, []),
     ],
@@ -388,8 +390,11 @@ def test_the_n_gram_drafter_proposes_what_followed_the_last_words(
     assert NGramDrafter(max_ngram=3).look_up(context, count) == expected
 
 
-def test_a_shorter_n_gram_limit_looks_at_fewer_words() -> None:
-    assert NGramDrafter(max_ngram=1).look_up([1, 2, 3, 9, 5, 2, 3, 7, 1, 2, 3], 1) == [7]
+def test_n_gram_limits_are_kept() -> None:
+    context = [1, 2, 3, 9, 5, 2, 3, 7, 8, 3, 4, 1, 2, 3]
+    expected = {(3, 3): [9], (3, 1): [9], (2, 2): [7], (2, 1): [7], (1, 1): [4], (4, 4): []}
+    for (most, least), guess in expected.items():
+        assert NGramDrafter(most, least).look_up(context, 1) == guess
 
 
 # --- Sampling: the same law -------------------------------------------------------------------------------------------
@@ -661,6 +666,18 @@ def test_a_cache_that_was_rolled_back_is_the_cache_that_never_saw_more(
         wrong = [n // 2 for n in numbers[3:]]
 
 
+def test_memory_full_of_nan_reaches_no_row(model: Transformer) -> None:
+    prompts = [random_prompt(n, V, n) for n in (2, 30, 9)]
+    expected = [naive.generate(model, prompt, 8).tokens for prompt in prompts]
+    torch.use_deterministic_algorithms(True)  # fills the memory that torch.empty returns with NaN
+    try:
+        assert torch.empty(3).isnan().all()
+        answers = generate_batch(model, prompts, 8, drafter=ModelDrafter(noisy(model, 0.03)))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert [answer.tokens for answer in answers] == expected
+
+
 def test_an_empty_rollback_and_one_beyond_the_end_change_nothing(model: Transformer) -> None:
     cache = RollbackCache(model, 9)
     cache.extend([5])
@@ -826,6 +843,7 @@ def test_drafters_that_do_not_fit_are_refused(model: Transformer) -> None:
     message = refused(UsageError, lambda: generate(model, [1], 4, drafter=model))  # type: ignore[arg-type]
     assert "drafter is a Transformer" in message
     assert "max_ngram is 0" in refused(UsageError, lambda: NGramDrafter(0))
+    assert "at least min_ngram, 2" in refused(UsageError, lambda: NGramDrafter(1))
 
 
 def test_a_drafter_that_gives_more_than_was_asked_is_refused(model: Transformer) -> None:

@@ -93,17 +93,20 @@ class Drafter(Protocol):
 class NGramDrafter:
     """Looks the last words up in the text so far and proposes what followed them there (prompt look-up decoding).
 
-    Tries the last `max_ngram` tokens, then fewer; the latest earlier occurrence counts. Where none is found, nothing is
-    drafted. Costs no model and no memory, and pays where an answer repeats its prompt: summaries, edits, code. Raises
-    `UsageError` for an n-gram of no tokens.
+    Tries the last `max_ngram` tokens, then fewer, down to `min_ngram`; the latest earlier occurrence counts. Where none is
+    found, nothing is drafted: one common word says little of what follows it, and a wrong guess costs the time of checking it.
+    Costs no model and no memory, and pays where an answer repeats its prompt: summaries, edits, code. Raises `UsageError` for
+    an n-gram of no tokens, and for a largest one that is smaller than the smallest.
     """
 
-    def __init__(self, max_ngram: int = 3) -> None:
-        self.max_ngram = whole_number("max_ngram", max_ngram)
+    def __init__(self, max_ngram: int = 3, min_ngram: int = 2) -> None:
+        self.max_ngram, self.min_ngram = whole_number("max_ngram", max_ngram), whole_number("min_ngram", min_ngram)
+        if self.max_ngram < self.min_ngram:
+            raise UsageError(f"max_ngram is {max_ngram}; it must be at least min_ngram, {min_ngram}.")
 
     def look_up(self, context: Sequence[int], count: int) -> list[int]:
         """Up to `count` tokens that may follow the context."""
-        for n in range(min(self.max_ngram, len(context) - 1), 0, -1):
+        for n in range(min(self.max_ngram, len(context) - 1), self.min_ngram - 1, -1):
             tail = context[-n:]
             for start in range(len(context) - n - 1, -1, -1):
                 if context[start : start + n] == tail:
