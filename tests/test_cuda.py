@@ -1,23 +1,32 @@
 """What only a GPU can show: the CPU's tokens, times from its own clock, no waiting. Choices of dtype are tested anywhere."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from helpers import SHAPES, STAGES, is_one_sentence, lively_model, logits_through, logits_whole, random_prompt
 
+from minillm.batch import Request, Row
 from minillm.device import pick_device, pick_dtype
 from minillm.errors import MinillmError
-from minillm.generation import Generation
 from minillm.model import Transformer
 from minillm.roofline.ceilings import CeilingMeter
 from minillm.sampling import Sampler
+from minillm.stages import batching, static_batching
+from minillm.stages.batching import Engine
+from minillm.stages.gqa import GroupedKVCache
 from minillm.stages.kv_cache import KVCache
 
 on_gpu = pytest.mark.gpu  # conftest.py reports it as not run where there is no GPU
 every_stage = pytest.mark.parametrize("stage", STAGES)
 every_shape = pytest.mark.parametrize("shape", SHAPES)
+both_caches = pytest.mark.parametrize("cache", [KVCache, GroupedKVCache])
+both_batches = pytest.mark.parametrize(
+    "generate", [static_batching.generate, batching.generate], ids=["static", "continuous"]
+)
+RAGGED = [random_prompt(length, 97, seed) for seed, length in enumerate((9, 1, 23, 4, 4))]
 
 
 @pytest.fixture(autouse=True)
@@ -48,11 +57,12 @@ def test_fp32_tokens_on_cuda_equal_those_on_the_cpu(stage: str, shape: str) -> N
 
 @on_gpu
 @every_shape
+@both_caches
 @pytest.mark.parametrize("size", [1, 6, 50])
-def test_fp32_logits_on_cuda_equal_those_on_the_cpu(shape: str, size: int) -> None:
+def test_fp32_logits_on_cuda_equal_those_on_the_cpu(shape: str, cache: Any, size: int) -> None:
     tokens = torch.tensor([random_prompt(50, 97)])
     expected, cuda = logits_whole(lively_model(SHAPES[shape]), tokens), on_cuda(shape)
-    actual = logits_through(cuda, tokens.cuda(), KVCache(cuda, 50), size).cpu()
+    actual = logits_through(cuda, tokens.cuda(), cache(cuda, 50), size).cpu()
     # Twice the bound of helpers.rounding: two libraries also differ in exp, cos and sin, and sum in other orders throughout.
     atol = 2 * 220 * torch.finfo(torch.float32).eps * expected.abs().max().item()
     torch.testing.assert_close(actual, expected, rtol=0, atol=atol)
@@ -90,19 +100,93 @@ class Unwatched:
     """Runs a stage so that any synchronization after its prompt's upload raises.
 
     The upload itself is a copy from pageable memory, which waits by its nature, once and before the first pass. So the check is
-    switched on by the model's first embedding.
+    switched on by the model's first embedding: a batch must be admitted as a whole.
     """
 
     def __init__(self, generate: Any) -> None:
         self.generate = generate
 
-    def __call__(self, model: Transformer, *args: Any, **options: Any) -> Generation:
+    def __call__(self, model: Transformer, *args: Any, **options: Any) -> Any:
         hook = model.embed.register_forward_pre_hook(lambda *_: torch.cuda.set_sync_debug_mode("error"))
         try:
             return self.generate(model, *args, **options)
         finally:
             torch.cuda.set_sync_debug_mode("default")
             hook.remove()
+
+
+@on_gpu
+@both_batches
+@every_shape
+@pytest.mark.parametrize(
+    "sampler", [None, Sampler(0.8, top_k=9, top_p=0.9, min_p=0.02, seed=3)], ids=["greedy", "sampled"]
+)
+def test_a_ragged_batch_that_nobody_reads_never_waits_for_the_gpu(
+    generate: Any, shape: str, sampler: Sampler | None
+) -> None:
+    model, limits = on_cuda(shape), [4, 12, 7, 1, 9]  # rows end at different steps, and the last ones move
+    options: dict[str, Any] = {"max_batch": 5} | ({} if sampler is None else {"sampler": sampler})
+    expected = [g.tokens for g in generate(model, RAGGED, limits, **options)]
+    torch.cuda.synchronize()
+    generations = Unwatched(generate)(model, RAGGED, limits, **options)
+    assert [g.tokens for g in generations] == expected
+
+
+@on_gpu
+@both_batches
+@every_shape
+def test_rows_of_a_batch_on_cuda_equal_rows_alone_on_the_cpu(generate: Any, shape: str) -> None:
+    cpu, cuda = lively_model(SHAPES[shape]), on_cuda(shape)
+    expected = [STAGES["naive"](cpu, prompt, 16).tokens for prompt in RAGGED]
+    for max_batch in (1, 2, 5):  # slots are used again where there are fewer than requests
+        assert [g.tokens for g in generate(cuda, RAGGED, 16, max_batch=max_batch)] == expected
+
+
+@on_gpu
+@both_batches
+def test_smollm2_batches_on_cuda_equal_each_prompt_alone_on_the_cpu(
+    generate: Any, smollm2: tuple[Transformer, Any]
+) -> None:
+    model, tokenizer = smollm2
+    cuda = Transformer(model.config).to("cuda")
+    cuda.load_state_dict(model.state_dict())
+    texts = (
+        "The capital of France is",
+        "def fibonacci(n):",
+        "Als Gregor Samsa eines Morgens",
+        "Once",
+        "Water boils at",
+    )
+    prompts = [tokenizer.encode(text) for text in texts]
+    expected = [STAGES["kv_cache"](model, prompt, 16).tokens for prompt in prompts]
+    assert [g.tokens for g in generate(cuda, prompts, 16, max_batch=3)] == expected
+
+
+@on_gpu
+def test_a_neighbour_that_overflows_on_cuda_keeps_it_to_itself() -> None:
+    model = lively_model(replace(SHAPES["llama"], tied_embeddings=False))
+    model.embed.weight[0] = torch.nan
+    model = model.to("cuda")
+    prompts = [[5, 0, *range(1, 30)], [4], [7, 8], [9] * 12]
+    expected = [STAGES["naive"](model, prompt, 8).tokens for prompt in prompts[1:]]
+    for generate in (static_batching.generate, batching.generate):
+        for max_batch in (1, 2, 4):
+            assert [g.tokens for g in generate(model, prompts, 8, max_batch=max_batch)[1:]] == expected
+
+
+@on_gpu
+def test_memory_on_cuda_is_taken_once_and_steps_take_no_more() -> None:
+    model = on_cuda("llama")
+    engine = Engine(model, max_batch=5, max_length=60)
+    for prompt in RAGGED:
+        engine.submit(Row(model, Request(prompt, 30)))
+    for _ in range(3):
+        engine.step()
+    before = torch.cuda.memory_allocated()
+    for _ in range(20):
+        engine.step()
+    # Each row keeps its tokens, 8 bytes in a block of 512, all of a step in one; nothing grows with the cache.
+    assert torch.cuda.memory_allocated() - before <= 20 * 4 * 512
 
 
 @on_gpu
@@ -155,15 +239,16 @@ def test_a_seed_gives_the_same_text_again_on_cuda(stage: str) -> None:
 
 @on_gpu
 @every_shape
+@both_caches
 @pytest.mark.parametrize("dtype, unit", [(torch.bfloat16, 2.0**-9), (torch.float16, 2.0**-12)], ids=["bf16", "fp16"])
-def test_sixteen_bit_logits_on_cuda_stay_near_float32(shape: str, dtype: torch.dtype, unit: float) -> None:
+def test_sixteen_bit_logits_on_cuda_stay_near_float32(shape: str, cache: Any, dtype: torch.dtype, unit: float) -> None:
     if dtype == torch.bfloat16 and torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("this GPU has no bfloat16 arithmetic")
     tokens = torch.tensor([random_prompt(40, 97)])
     exact = logits_whole(lively_model(SHAPES[shape]), tokens)
     model = on_cuda(shape, dtype)
     for size in (1, 7, 40):
-        rounded = logits_through(model, tokens.cuda(), KVCache(model, 40), size).float().cpu()
+        rounded = logits_through(model, tokens.cuda(), cache(model, 40), size).float().cpu()
         # The bound of test_model.test_sixteen_bit_logits_stay_near_float32.
         assert (rounded - exact).abs().max() <= 90 * unit * exact.abs().max()
 

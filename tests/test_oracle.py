@@ -15,7 +15,8 @@ from torch.func import functional_call
 
 from minillm.checkpoint import load_safetensors
 from minillm.model import Transformer
-from minillm.stages import kv_cache, naive
+from minillm.stages import batching, gqa, kv_cache, naive, static_batching
+from minillm.stages.gqa import GroupedKVCache
 from minillm.stages.kv_cache import KVCache
 from minillm.stages.naive import NoCache
 
@@ -127,7 +128,8 @@ def test_logits_equal_those_of_transformers_in_chunks_of_every_size(family: str,
     tokens = torch.tensor([random_prompt(n, VOCAB, seed=5)])
     expected = pair.their_logits(tokens)
     for size in range(1, n + 1):
-        assert_near(logits_through(pair.ours, tokens, KVCache(pair.ours, n), size), expected)
+        for make in (KVCache, GroupedKVCache):
+            assert_near(logits_through(pair.ours, tokens, make(pair.ours, n), size), expected)
 
 
 @every_family
@@ -168,6 +170,16 @@ def test_greedy_tokens_equal_those_of_transformers(family: str, pairs: dict[str,
         [expected] = their_tokens(pair.theirs, [prompt], 16)
         assert naive.generate(pair.ours, prompt, 16).tokens == expected
         assert kv_cache.generate(pair.ours, prompt, 16).tokens == expected
+        assert gqa.generate(pair.ours, prompt, 16).tokens == expected
+
+
+@every_family
+def test_ragged_batches_give_the_greedy_tokens_of_transformers(family: str, pairs: dict[str, Pair]) -> None:
+    pair, prompts = pairs[family], [random_prompt(length, VOCAB, seed=length) for length in (3, 40, 1, 17, 8)]
+    expected = [their_tokens(pair.theirs, [prompt], 16)[0] for prompt in prompts]
+    for generate in (static_batching.generate, batching.generate):
+        for max_batch in (2, 5):
+            assert [g.tokens for g in generate(pair.ours, prompts, 16, max_batch=max_batch)] == expected
 
 
 def their_tokens(model: Any, prompts: list[list[int]], n: int) -> list[list[int]]:
@@ -344,16 +356,29 @@ def their_answers(smollm2: tuple[Transformer, Any], reference: Any) -> dict[str,
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_smollm2_gives_the_same_48_tokens_in_both_stages_and_in_transformers(
+def test_smollm2_gives_the_same_48_tokens_alone_and_in_transformers(
     text: str, smollm2: tuple[Transformer, Any], their_answers: dict[str, list[int]]
 ) -> None:
     model, tokenizer = smollm2
     prompt, expected = prompt_of(text, tokenizer), their_answers[text]
     assert len(expected) == 48
-    assert kv_cache.generate(model, prompt, 48).tokens == expected
+    assert kv_cache.generate(model, prompt, 48).tokens == gqa.generate(model, prompt, 48).tokens == expected
     # A naive token costs a pass over all before it. After the two longest prompts the first few must do.
     n = {"long": 4, "chat": 12}.get(text, 48)
     assert naive.generate(model, prompt, n).tokens == expected[:n]
+
+
+@pytest.mark.parametrize("max_batch", [3, 8])
+@pytest.mark.parametrize("generate", [static_batching.generate, batching.generate], ids=["static", "continuous"])
+def test_smollm2_gives_each_of_eight_ragged_prompts_the_tokens_of_transformers(
+    generate: Any, max_batch: int, smollm2: tuple[Transformer, Any], their_answers: dict[str, list[int]]
+) -> None:
+    model, tokenizer = smollm2
+    prompts, limits = [prompt_of(text, tokenizer) for text in TEXTS], [16, 5, 16, 9, 16, 12, 16, 7]
+    assert len({len(prompt) for prompt in prompts}) >= 6
+    generations = generate(model, prompts, limits, max_batch=max_batch)
+    expected = [their_answers[text][:n] for text, n in zip(TEXTS, limits, strict=True)]
+    assert [generation.tokens for generation in generations] == expected
 
 
 def test_smollm2_logits_equal_those_of_transformers(smollm2: tuple[Transformer, Any], reference: Any) -> None:
