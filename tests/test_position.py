@@ -54,9 +54,11 @@ def cost(**calls: int) -> Cost:
 
 
 @cache
-def decode(model: str | ModelConfig, context: int, batch: int = 1, ceilings: Ceilings = H100) -> Position:
+def decode(
+    model: str | ModelConfig, context: int, batch: int = 1, ceilings: Ceilings = H100, stage: str = "kv_cache"
+) -> Position:
     config = KNOWN_MODELS[model] if isinstance(model, str) else model
-    return predict_stage(STAGES["kv_cache"], config, ceilings, context, batch)[1]
+    return predict_stage(STAGES[stage], config, ceilings, context, batch)[1]
 
 
 # --- hand-made --------------------------------------------------------------------------------------------------------
@@ -197,6 +199,33 @@ def test_a_batch_reads_the_weights_once_and_each_cache() -> None:
     assert eight.cost.ideal_bytes - one.cost.ideal_bytes == 7 * (cache + rows)
     assert eight.predicted_s == pytest.approx((weights + 8 * cache) / 3.35e12, rel=0.01)
     assert eight.predicted_s < 2 * one.predicted_s  # eight tokens for less than the price of two
+
+
+GROUPED = pytest.mark.parametrize("stage", ["gqa", "batching_static", "batching"])
+
+
+@GROUPED
+def test_a_step_with_shared_heads_reads_g_times_fewer_keys_and_values(stage: str) -> None:
+    """Llama-3-8B, G = 4: 32 sequences of 2,048 tokens keep 34.4 GB with a key for each query head, and 8.6 GB without."""
+    weights, cache = weights_and_cache(LLAMA, 2048, 32)
+    expanded, grouped = decode(LLAMA, 2048, 32), decode(LLAMA, 2048, 32, stage=stage)
+    assert cache == pytest.approx(34.4e9, rel=1e-2)
+    assert grouped.cost.flops == expanded.cost.flops
+    assert expanded.cost.ideal_bytes - grouped.cost.ideal_bytes == cache * 3 / 4
+    assert 1 < grouped.predicted_s / ((weights + cache / 4) / 3.35e12) < 1.03  # 32 rows of activations come on top
+    assert grouped.bound == "memory"
+
+
+def test_intensity_of_a_batch_nears_the_limit_that_keys_and_values_set() -> None:
+    """(2 P + 4 S A L) FLOPs of a token over the bytes of its keys and values: as B grows, the weights no longer count."""
+    S, A, L = 2048, LLAMA.n_heads * LLAMA.head_dim, LLAMA.n_layers
+    P = L * LLAMA.layer_matmul_params + LLAMA.vocab_size * LLAMA.d_model
+    limit = (2 * P + 4 * S * A * L) / (weights_and_cache(LLAMA, S, 1)[1] / 4)
+    positions = [decode(LLAMA, S, B, stage="batching_static") for B in (1, 8, 64, 512)]
+    ideal = [position.cost.flops / position.cost.ideal_bytes for position in positions]
+    assert ideal == sorted(ideal)
+    assert ideal[-1] < limit < 1.2 * ideal[-1]
+    assert limit < H100.ridge  # so a batch of this context never leaves the memory's side
 
 
 def test_a_longer_context_adds_its_cache_and_nothing_else() -> None:
