@@ -1,19 +1,21 @@
 #!/usr/bin/env bash
 # What is to be checked and measured on a CUDA machine, in one prepared script:
 #
-#     benchmarks/gpu.sh [tests|tiny|llama|smollm|peers|all]...     (default: all = tests, tiny, llama)
+#     benchmarks/gpu.sh [tests|tiny|llama|batching|smollm|peers|all]...     (default: all = tests, tiny, llama, batching)
 #
 #     tests    the tests marked gpu
-#     tiny     the tour of both stages on a tiny model with random weights
-#     llama    the tour of both stages in the shape of Llama-3-8B with random weights, for a short and a long prompt; the ceilings
-#     smollm   the tour of both stages on SmolLM2-135M; its weights are random unless its file is in the cache
+#     tiny     the tour of every stage on a tiny model with random weights
+#     llama    the tour of every stage in the shape of Llama-3-8B with random weights, for a short and a long prompt; the ceilings
+#     batching in the shape of Llama-3-8B: a trace of 32 requests, batches of 1 to 64, and contexts of 512 to 8,000 tokens
+#     smollm   the tour of every stage on SmolLM2-135M; its weights are random unless its file is in the cache
 #     peers    beside Hugging Face transformers, on the same
 #
 # It needs Python 3.11 or newer with the packages of pyproject.toml; minillm need not be installed. Without a network, put wheels
 # of what is missing into .whl/ in the repository's root. A part that fails does not stop the next one; the exit status tells.
 #
 # Environment: OUT (folder of the results, benchmarks/results/gpu-DATE), DEVICE (cuda), PYTHON (python3), LIMIT (seconds that one
-# command may take, 180), BIG (random:llama-3-8b; a smaller model of 1,100 positions or more proves the part on a CPU).
+# command may take, 180), BIG (random:llama-3-8b; a smaller model of 1,100 positions or more proves these parts on
+# a CPU), BATCHES and CONTEXTS of part batching.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
@@ -22,7 +24,7 @@ PYTHON=${PYTHON:-python3}
 OUT=${OUT:-benchmarks/results/gpu-$(date +%Y-%m-%d)}
 LIMIT=${LIMIT:-180}
 BIG=${BIG:-random:llama-3-8b}
-PARTS=(tests tiny llama smollm peers)
+PARTS=(tests tiny llama batching smollm peers)
 export PYTHONUNBUFFERED=1
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 
@@ -36,7 +38,7 @@ choose_parts() {
   local part
   for part in "${@:-all}"; do
     if [[ $part == all ]]; then
-      chosen+=(tests tiny llama)
+      chosen+=(tests tiny llama batching)
     elif [[ " ${PARTS[*]} " == *" $part "* ]]; then
       chosen+=("$part")
     else
@@ -109,6 +111,11 @@ part_llama() {
     --json "$OUT/llama-long.json" || status=1
   minillm roofline --device "$DEVICE" --dtype bf16 --json "$OUT/roofline.json" || status=1
   return $status
+}
+
+part_batching() {
+  limited benchmarks/batching.py --model "$BIG" --device "$DEVICE" --dtypes bf16 --requests 32 --rounds 2 --steps 16 \
+    --batches "${BATCHES:-1,2,4,8,16,32,64}" --contexts "${CONTEXTS:-512,2048,8000}" --json "$OUT/batching.json"
 }
 
 part_smollm() {
