@@ -1,4 +1,4 @@
-"""The two stages: the same tokens, whatever the cache, the chunks, the capacity or the request before."""
+"""Every stage: the same tokens, whatever the cache, the chunks, the capacity or the request before."""
 
 import math
 import time
