@@ -96,7 +96,7 @@ def test_int4_moves_no_number_by_more_than_half_a_scale(first: list[float], seco
     # The scale is what 15 steps take, made larger by the two roundings only: of the zero, by 1/7 of its error, and of itself.
     for group, scale, zero in zip(w.double().view(2, 32), scales[0].double(), zeros[0].double(), strict=True):
         spread = (group.max() - group.min()) / 15
-        assert scale <= (spread + zero.abs() * U16 / 7) * (1 + 2.1 * U16) + TINY * 1.01
+        assert scale <= (spread + zero.abs() * U16 / 7) * (1 + 1.1 * U16) + TINY * 1.01
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -186,6 +186,11 @@ def test_every_single_weight_comes_out_of_the_kernel(N: int, K: int, scheme: str
     for x in (torch.eye(K), *torch.eye(K)[:, None]):  # all at once, and one row at a time
         rows = x.argmax(-1)
         torch.testing.assert_close(fast(x), weight.T[rows], rtol=2 * U16, atol=1e-6)
+
+
+def test_a_large_weight_that_is_unpacked_in_pieces_is_whole() -> None:
+    layer = FastInt8Linear(linear(FastInt8Linear.PIECE * 2 + 5, 32))
+    torch.testing.assert_close(layer(torch.eye(32)), layer.dequantize().T, rtol=2 * U16, atol=1e-6)
 
 
 @pytest.mark.parametrize(("N", "K"), [(1, 8), (3, 33), (97, 192)])

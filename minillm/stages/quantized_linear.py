@@ -81,15 +81,18 @@ class FastInt8Linear(Int8Linear):
     """Weight-only int8 by `_weight_int8pack_mm`, for K divisible by 16: with others its bf16 kernel on the CPU reads beyond the
     row, and crashes or is silently wrong.
 
-    The kernel unpacks the weight anew for every few rows, so with more than `MANY_ROWS` it pays to unpack it once.
+    The kernel unpacks the weight anew for every few rows, so with more than `MANY_ROWS` it pays to unpack it once: a piece at
+    a time, since memory for the whole of a large head would be fetched from the system, and cleared by it, at each pass.
     """
 
     MANY_ROWS = 16
+    PIECE = 4096  # rows of the weight
 
     def forward(self, x: Tensor) -> Tensor:
         rows = self._rows(x).bfloat16()
         if len(rows) > self.MANY_ROWS:  # codes are exact in bf16: the scales can come after the product
-            return self._finish(F.linear(rows, self.codes.bfloat16()) * self.scales.T, x)
+            products = [F.linear(rows, piece.bfloat16()) for piece in self.codes.split(self.PIECE)]
+            return self._finish(torch.cat(products, dim=1) * self.scales.T, x)
         return self._finish(aten._weight_int8pack_mm(rows, self.codes, self.scales.squeeze(1)), x)
 
 

@@ -41,9 +41,9 @@ def group_int4(w: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
     groups = w.float().unflatten(-1, (-1, group_size))  # (N, K) -> (N, K/g, g)
     low, high = groups.aminmax(dim=-1, keepdim=True)
     zeros = torch.lerp(low, high, 8 / 15).bfloat16()
-    # From the rounded zero, 8 steps down must reach the smallest weight and 7 up the largest. 1 + 2^-8 makes the rounding of
-    # the scale one upwards, so that no weight lies beyond the last code.
-    scales = torch.maximum((zeros - low) / 8, (high - zeros) / 7).mul(1 + 2**-8).clamp_min(TINY).bfloat16()
+    # From the rounded zero, 8 steps down must reach the smallest weight and 7 up the largest. A scale that was rounded down, by
+    # 1 part in 257 at most, leaves them within 8.04 steps down and 7.03 up, which round to 8 and 7.
+    scales = torch.maximum((zeros - low) / 8, (high - zeros) / 7).clamp_min(TINY).bfloat16()
     codes = ((groups - zeros.float()) / scales.float()).round() + 8
     return codes.to(torch.uint8).flatten(-2), scales.squeeze(-1), zeros.squeeze(-1)
 
