@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minillm.batch import Request
+from minillm.batch import Request, Row
 from minillm.config import ModelConfig
 from minillm.errors import MinillmError, UsageError
 from minillm.metrics import summarize
@@ -357,6 +357,17 @@ def test_a_draft_model_proposes_what_it_would_say_itself_whatever_was_refused_be
         assert 0 < seen.refusals < seen.rounds
     for context, tokens, _ in drafter.proposals:
         assert tokens == naive.generate(copy, context, len(tokens)).tokens
+
+
+@torch.inference_mode()
+def test_rows_that_draft_different_numbers_leave_each_other_alone(model: Transformer) -> None:
+    answers = [Answer(Row(model, Request(random_prompt(n, V, n), 30)), model.device) for n in (3, 8, 5)]
+    propose = ModelDrafter(model).begin(model, answers)
+    for counts in ([3, 1, 2], [1, 3, 2], [2, 2, 1], [3, 3, 3]):
+        draft = propose(counts)
+        for answer, n, tokens in zip(answers, counts, draft.tokens.tolist(), strict=True):
+            assert tokens[:n] == naive.generate(model, answer.context, n).tokens
+            answer.context += tokens[:n]
 
 
 def test_a_draft_model_tells_the_chances_that_it_drew_by(model: Transformer) -> None:
