@@ -304,6 +304,14 @@ def test_batches_of_every_size_with_stop_tokens_and_settings_of_their_own(model:
     assert [[token for index, token in seen if index == i] for i in range(4)] == [tokens[:6] for tokens in free]
 
 
+def test_statistics_of_a_row_are_those_of_the_row_alone(model: Transformer) -> None:
+    prompts, limits, drafter = [[1, 2], [3, 4, 5], [6]], [4, 15, 1], ModelDrafter(noisy(model, 0.03))
+    together = generate_batch(model, prompts, limits, drafter=drafter, lookahead=3)
+    alone = [generate(model, p, n, drafter=drafter, lookahead=3) for p, n in zip(prompts, limits, strict=True)]
+    assert [answer.speculation for answer in together] == [answer.speculation for answer in alone]
+    assert together[2].speculation == Speculation()
+
+
 def test_a_sampled_row_does_not_depend_on_its_neighbours(model: Transformer) -> None:
     sampler = Sampler(0.9, top_p=0.95, seed=4)
     prompts = [random_prompt(n, V, seed=n) for n in (4, 9, 2, 6)]
