@@ -256,8 +256,184 @@ def speedup_guesses():
     return [25, 1.1]
 """
 
+CHAPTER_4 = """
+import math
+from itertools import accumulate
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
+
+
+def pad_prompts(prompts):
+    backwards = pad_sequence([torch.tensor(prompt).flip(0) for prompt in prompts], batch_first=True)
+    return backwards.flip(1), backwards.shape[1] - torch.tensor([len(prompt) for prompt in prompts])
+
+
+def padded_positions(pads, start, n_tokens):
+    real = torch.arange(start + n_tokens) >= pads[:, None]
+    return (real.cumsum(1) - 1).masked_fill(~real, 1)[:, start:].int()
+
+
+def padding_mask(pads, start, n_tokens):
+    S = start + n_tokens
+    mask = torch.ones(len(pads), S, S, dtype=torch.bool).tril()
+    for row, pad in enumerate(pads.tolist()):
+        mask[row, pad:, :pad] = False
+        mask[row, :pad] = True
+    return mask[:, start:]
+
+
+def static_loop(step, prompts, limits, stop_tokens):
+    left, columns, tokens, lengths = np.array(limits), [], prompts, np.array(limits)
+    while (left > 0).any():
+        new = step(tokens)
+        columns.append(new.tolist())
+        hit = np.array([token in stops for token, stops in zip(columns[-1], stop_tokens)])
+        lengths[hit & (left > 0)] = len(columns)
+        left = np.where(hit, 0, left - 1)
+        tokens = new.unsqueeze(-1).masked_fill(torch.from_numpy(left <= 0)[:, None], 0)
+    return [torch.tensor(answer[:n]) for answer, n in zip(zip(*columns), lengths)]
+
+
+class Scheduler:
+    def __init__(self, max_batch, max_tokens):
+        self.slots, self.room, self.queue = [None] * max_batch, max_tokens, []
+
+    def submit(self, name, prompt_tokens, max_new_tokens):
+        from minillm.errors import UsageError
+
+        size = prompt_tokens + max_new_tokens - 1
+        if size > self.room:
+            raise UsageError("never")
+        self.queue = [*self.queue, (name, size)]
+
+    def step(self, finished):
+        self.slots = [None if slot is None or slot[0] in finished else slot for slot in self.slots]
+        for i, slot in enumerate(self.slots):
+            used = sum(slot[1] for slot in self.slots if slot)
+            if slot is None and self.queue and used + self.queue[0][1] <= self.room:
+                self.slots[i], *self.queue = self.queue
+        return {slot[0] for slot in self.slots if slot}
+
+
+def step_seconds(config, new, seen, peak, bandwidth, element_bytes=2.0):
+    P, each = config.streamed_params, [config.kv_bytes_per_token(1) * element_bytes / bandwidth * S for S in seen]
+    return np.maximum(2 * P * sum(new) / peak, P * element_bytes / bandwidth) + sum(each)
+
+
+def batch_at_ridge(config, context, peak, bandwidth, weight_bytes=2.0, element_bytes=2.0):
+    P, A, L = config.matmul_params, config.n_heads * config.head_dim, config.n_layers
+    for B in range(1, 20_000):
+        moved = P * weight_bytes + B * context * config.kv_bytes_per_token(1) * element_bytes
+        if B * (2 * P + 4 * A * L * context) / moved >= peak / bandwidth:
+            return B
+
+
+def users_that_fit(config, memory, requests, weight_bytes=2.0, element_bytes=2.0):
+    free = memory - config.parameter_count * weight_bytes
+    bytes_of = [(sum(request) - 1) * config.kv_bytes_per_token(1) * element_bytes for request in requests]
+    slots = [n for n in range(len(requests) + 1) if n * max(bytes_of) <= max(free, 0)]
+    return np.array([slots[-1], sum(total <= free for total in accumulate(bytes_of))]).tolist()
+
+
+def batch_guesses():
+    return [9, 21]
+"""
+
+# With a mask of the package's kind, and lists that shrink.
+CHAPTER_4_LISTS = """
+import math
+
+import torch
+
+from minillm.roofline.ceilings import Ceilings
+from minillm.workload import step_law
+
+
+def pad_prompts(prompts):
+    T, B = max(map(len, prompts)), len(prompts)
+    tokens = torch.full((B, T), prompts[0][0], dtype=torch.int32)
+    for row, prompt in enumerate(prompts):
+        for back, token in enumerate(reversed(prompt), 1):
+            tokens[row, -back] = token
+    return [tokens, torch.tensor([T - len(prompt) for prompt in prompts], dtype=torch.int32)]
+
+
+def padded_positions(pads, start, n_tokens):
+    return torch.tensor([[abs(j - pad) for j in range(start, start + n_tokens)] for pad in pads.tolist()])
+
+
+def padding_mask(pads, start, n_tokens):
+    S = start + n_tokens
+
+    def sees(pad, i, j):
+        return pad <= j <= i if i >= pad else j < S
+
+    return torch.tensor([[[sees(pad, i, j) for j in range(S)] for i in range(start, S)] for pad in pads.tolist()])
+
+
+def static_loop(step, prompts, limits, stop_tokens):
+    answers, running, tokens = {b: [] for b in range(len(limits))}, set(range(len(limits))), prompts
+    while running:
+        tokens = step(tokens).reshape(-1, 1)
+        for b in sorted(running):
+            answers[b].append(tokens[b, 0].item())
+        running = {b for b in running if len(answers[b]) < limits[b] and answers[b][-1] not in stop_tokens[b]}
+    return tuple(answers.values())
+
+
+class Scheduler:
+    def __init__(self, max_batch, max_tokens):
+        self.max_batch, self.max_tokens, self.need, self.done, self.admitted = max_batch, max_tokens, {}, set(), 0
+
+    def submit(self, name, prompt_tokens, max_new_tokens):
+        if not prompt_tokens + max_new_tokens <= self.max_tokens + 1:
+            raise ValueError
+        self.need[name] = prompt_tokens + max_new_tokens - 1
+
+    def step(self, finished):
+        self.done |= set(finished)
+        names = list(self.need)
+        while self.admitted < len(names):
+            running = [name for name in names[: self.admitted + 1] if name not in self.done]
+            if len(running) > self.max_batch or sum(self.need[name] for name in running) > self.max_tokens:
+                break
+            self.admitted += 1
+        return tuple(name for name in names[: self.admitted] if name not in self.done)
+
+
+def step_seconds(config, new, seen, peak, bandwidth, element_bytes=2.0):
+    dtype = {2.0: "bf16", 4.0: "fp32"}.get(element_bytes, "bf16")
+    scale = 1 if dtype == "fp32" else element_bytes / 2
+    return step_law(config, Ceilings("", dtype, bandwidth / scale, peak, 0.0))(sum(new), seen)
+
+
+def batch_at_ridge(config, context, peak, bandwidth, weight_bytes=2.0, element_bytes=2.0):
+    flops = 2 * config.matmul_params + 4 * config.n_heads * config.head_dim * config.n_layers * context
+    gain = flops - peak / bandwidth * context * config.kv_bytes_per_token(1) * element_bytes
+    return -(-(peak / bandwidth * config.matmul_params * weight_bytes) // gain) if gain > 0 else None
+
+
+def users_that_fit(config, memory, requests, weight_bytes=2.0, element_bytes=2.0):
+    room = (memory - config.parameter_count * weight_bytes) / config.kv_bytes_per_token(1) / element_bytes
+    if room < 0:
+        return 0, 0
+    users, left = 0, room
+    while users < len(requests) and left >= sum(requests[users]) - 1:
+        left -= sum(requests[users]) - 1
+        users += 1
+    return float(min(len(requests), math.floor(room / max(p + n - 1 for p, n in requests)))), users
+
+
+def batch_guesses():
+    return 9.17, 19.8
+"""
+
 OTHER_ANSWERS = {
     "ch00": [CHAPTER_0],
     "ch01": [CHAPTER_1],
     "ch02": [CHAPTER_2 + PREALLOCATED, CHAPTER_2 + TOKEN_BY_TOKEN, CHAPTER_2 + PACKAGE_PARTS],
+    "ch04": [CHAPTER_4, CHAPTER_4_LISTS],
 }

@@ -23,14 +23,21 @@ def naive_step_s(config: ModelConfig, ceilings: Ceilings, length: int) -> float:
     return _phases_s(config, ceilings, length, "naive")[0]
 
 
-def _phases_s(config: ModelConfig, ceilings: Ceilings, context: int, stage: str) -> tuple[float, float]:
+@cache
+def batch_gain(config: ModelConfig, ceilings: Ceilings, context: int, batch: int) -> float:
+    """Tokens/s of `batch` users over those of one, in decode at `context` tokens, with one key and value for each KV head."""
+    alone, together = (_phases_s(config, ceilings, context, "gqa", users)[1] for users in (1, batch))
+    return batch * alone / together
+
+
+def _phases_s(config: ModelConfig, ceilings: Ceilings, context: int, stage: str, batch: int = 1) -> tuple[float, float]:
     from minillm.roofline.position import predict_stage
     from minillm.stages import known_stage
 
     one, two = (
         [
             phase.predicted_s
-            for phase in predict_stage(known_stage(stage), replace(config, n_layers=n), ceilings, context)
+            for phase in predict_stage(known_stage(stage), replace(config, n_layers=n), ceilings, context, batch)
         ]
         for n in (1, 2)
     )

@@ -37,6 +37,18 @@ EXERCISES: dict[str, dict[str, int]] = {
         "predict_speedup": 3,
         "speedup_guesses": 2,
     },
+    "ch04": {
+        "pad_prompts": 1,
+        "padded_positions": 1,
+        "padding_mask": 3,
+        "static_loop": 2,
+        "scheduler_step": 3,
+        "scheduler_refuses": 1,
+        "step_seconds": 2,
+        "batch_at_ridge": 2,
+        "users_that_fit": 2,
+        "batch_guesses": 1,
+    },
 }
 
 DIGESTS: dict[str, str] = {
@@ -50,4 +62,7 @@ DIGESTS: dict[str, str] = {
     "ch02/mutants.py": "26d904d8d0b98dfa60e1b59c8a7da3d981974e60b9ca77e0f3f6bf4b91229145",
     "ch02/solution.py": "dd3c21599c6e60e35281f0a7537f38c8c62ccd09c45e6dd880426e3705c8982c",
     "ch02/test_exercise.py": "6c561bd08d6891fefcf84c00f3584932475a5a8e047063a2ff45ec2084b8d1fd",
+    "ch04/mutants.py": "d6178681f1a61c176f7f5e0776ff5cadd71cb154025dcab628d1f7902c9e5eea",
+    "ch04/solution.py": "e104a4b8b34f3db5f8393b7e24c1931d8eac7498af5aa98f0e93dd45c921eede",
+    "ch04/test_exercise.py": "1f2a08d46a0800a2e9f8dd44f4418f0896667f3fba363aae7d4f60f160eeeda2",
 }
