@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minillm.errors import UsageError
@@ -39,7 +40,21 @@ def probabilities(
     # Counted from the largest logit, which becomes 0, scores cannot overflow. A logit of +inf takes all.
     largest = scaled.amax(dim=-1, keepdim=True)
     scaled = (scaled - largest).masked_fill(scaled == largest, 0.0) / max(temperature, torch.finfo(torch.float32).tiny)
-    # One descending order serves all filters. It is stable, so ties keep the order of their ids, as in `greedy`.
+    if top_k is None and top_p is None:
+        p = scaled.softmax(
+            dim=-1
+        )  # no order is needed, and sorting a vocabulary takes as long as a decode step on a CPU
+    else:
+        p = _most_probable(scaled, top_k, top_p)
+    if min_p is not None:
+        p = p.masked_fill(p < min_p * p.amax(dim=-1, keepdim=True), 0.0)
+        p = p / p.sum(dim=-1, keepdim=True)
+    return p
+
+
+def _most_probable(scaled: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
+    """softmax of scores (B, V), of which only the k largest are kept, and then the first that reach a mass of top_p."""
+    # A stable order: ties keep the order of their ids, as in `greedy`.
     scaled, order = scaled.sort(dim=-1, descending=True, stable=True)
     if top_k is not None:
         scaled[..., top_k:] = -torch.inf
@@ -48,9 +63,6 @@ def probabilities(
         mass_before = p.cumsum(dim=-1) - p
         mass_before[..., 0] = -1.0  # the argmax stays, also where top_p is 0
         p = p.masked_fill(mass_before >= top_p, 0.0)
-        p = p / p.sum(dim=-1, keepdim=True)
-    if min_p is not None:
-        p = p.masked_fill(p < min_p * p[..., :1], 0.0)
         p = p / p.sum(dim=-1, keepdim=True)
     return torch.zeros_like(p).scatter_(-1, order, p)
 
@@ -98,16 +110,26 @@ class Sampler:
         """A copy at the beginning of its random sequence."""
         return Sampler(self.temperature, self.top_k, self.top_p, self.min_p, self.seed)
 
-    def __call__(self, logits: Tensor) -> Tensor:
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """The distribution that tokens are drawn from: logits (B, V) -> (B, V) float32; at temperature 0 all on the argmax."""
         if self.temperature == 0:
-            return greedy(logits)
-        if self._generator is None and not logits.is_meta:
-            self._generator = torch.Generator(logits.device)
+            return F.one_hot(greedy(logits), logits.shape[-1]).float()
+        return probabilities(logits, self.temperature, self.top_k, self.top_p, self.min_p)
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """Where its random numbers come from: made at the first call, started from the seed."""
+        if self._generator is None:
+            self._generator = torch.Generator(device)
             if self.seed is None:
                 self._generator.seed()
             else:
                 self._generator.manual_seed(self.seed)
-        return draw(probabilities(logits, self.temperature, self.top_k, self.top_p, self.min_p), self._generator)
+        return self._generator
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        if self.temperature == 0:
+            return greedy(logits)
+        return draw(self.probabilities(logits), None if logits.is_meta else self.generator(logits.device))
 
 
 def fresh(sampler: SamplerLike) -> SamplerLike:

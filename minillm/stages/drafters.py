@@ -21,7 +21,7 @@ from torch import Tensor
 from minillm.batch import Row
 from minillm.errors import UsageError
 from minillm.model import Transformer
-from minillm.sampling import Sampler, draw, greedy, probabilities
+from minillm.sampling import Sampler, draw, greedy
 from minillm.stages.rollback import RollbackCache, send
 from minillm.stages.speculative_gain import Speculation
 
@@ -42,13 +42,7 @@ class Answer:
         self.context = list(row.prompt)  # prompt and answer so far
         self.speculation = Speculation()
         self.sampler = row.sampler if isinstance(row.sampler, Sampler) and row.sampler.temperature > 0 else None
-        self.generator: torch.Generator | None = None
-        if self.sampler is not None:
-            self.generator = torch.Generator(device)
-            if self.sampler.seed is None:
-                self.generator.seed()
-            else:
-                self.generator.manual_seed(self.sampler.seed)
+        self.generator = None if self.sampler is None else self.sampler.generator(device)
 
     @property
     def known(self) -> list[int]:
@@ -57,10 +51,9 @@ class Answer:
 
     def law(self, logits: Tensor) -> Tensor:
         """The probabilities (n, V) that tokens after logits (n, V) are drawn by: p of the target and q of its drafter alike."""
-        s = self.sampler
-        if s is None:
+        if self.sampler is None:
             return F.one_hot(greedy(logits), logits.shape[-1]).float()
-        return probabilities(logits, s.temperature, s.top_k, s.top_p, s.min_p)
+        return self.sampler.probabilities(logits)
 
 
 @dataclass
