@@ -40,6 +40,8 @@ def probabilities(
     # Counted from the largest logit, which becomes 0, scores cannot overflow. A logit of +inf takes all.
     largest = scaled.amax(dim=-1, keepdim=True)
     scaled = (scaled - largest).masked_fill(scaled == largest, 0.0) / max(temperature, torch.finfo(torch.float32).tiny)
+    if top_p is not None and top_p >= 1:
+        top_p = None  # all of the mass: a sum that rounds up to 1 would cut the tail off
     if top_k is None and top_p is None:
         p = scaled.softmax(
             dim=-1
@@ -59,7 +61,7 @@ def _most_probable(scaled: Tensor, top_k: int | None, top_p: float | None) -> Te
     if top_k is not None:
         scaled[..., top_k:] = -torch.inf
     p = scaled.softmax(dim=-1)
-    if top_p is not None and top_p < 1:  # at 1 a sum that rounds up to 1 would cut the tail off
+    if top_p is not None:
         mass_before = p.cumsum(dim=-1) - p
         mass_before[..., 0] = -1.0  # the argmax stays, also where top_p is 0
         p = p.masked_fill(mass_before >= top_p, 0.0)
