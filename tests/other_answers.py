@@ -256,6 +256,161 @@ def speedup_guesses():
     return [25, 1.1]
 """
 
+CHAPTER_3 = """
+import math
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from minillm.roofline.counting import count
+
+
+def bytes_moved(function, *args):
+    return count(lambda: getattr(function, "attend", function)(*args)).bytes
+
+
+def head_map(n_heads, n_kv_heads):
+    return torch.arange(n_kv_heads).repeat_interleave(n_heads // n_kv_heads)
+
+
+def pool_heads(weight, head_dim, n_kv_heads):
+    heads = weight.split(head_dim)
+    G, rest = divmod(len(heads), n_kv_heads)
+    if rest or not G:
+        raise ValueError("no")
+    return torch.cat([sum(heads[i : i + G]) / G for i in range(0, len(heads), G)])
+
+
+def tokens_that_fit(config, memory, element_bytes=2.0):
+    Hq, latent = config["num_attention_heads"], config.get("kv_lora_rank")
+    D = config.get("head_dim") or config["hidden_size"] / Hq
+    a_layer = latent + config["qk_rope_head_dim"] if latent else 2 * D * config.get("num_key_value_heads", Hq)
+    return math.floor(memory / element_bytes / a_layer / config["num_hidden_layers"] + 1e-9)
+
+
+def attention_intensity(n_heads, n_kv_heads, context, new_tokens=1, element_bytes=2.0):
+    G, S, T = n_heads / n_kv_heads, context, new_tokens
+    return np.float64(2 / element_bytes) / (1 / (G * T) + 1 / S)
+
+
+def sharing_guesses():
+    return [1.04, 1.8, 4000]
+"""
+
+# Grouped attention with its scores written out, a cache that grows with every token, latents joined with keys.
+MANUAL = """
+def grouped_attention(q, k, v):
+    (B, Hq, T, D), (Hkv, S) = q.shape, k.shape[1:3]
+    q = q.view(B, Hkv, Hq // Hkv, T, D) * D**-0.5
+    bias = torch.full((T, S), float("-inf"), dtype=q.dtype).triu(S - T + 1)
+    weights = (torch.einsum("bkgtd,bksd->bkgts", q, k) + bias).softmax(-1)
+    return torch.einsum("bkgts,bksd->bkgtd", weights, v).flatten(1, 2)
+
+
+class GroupedKVCache:
+    def __init__(self, config, capacity):
+        self.capacity, self.length, self.layers = capacity, 0, {}
+
+    def positions(self, n_tokens):
+        from minillm.errors import MinillmError
+
+        if self.length + n_tokens > self.capacity:
+            raise MinillmError("full")
+        self.length += n_tokens
+        return torch.arange(self.length - n_tokens, self.length).unsqueeze(0)
+
+    def attend(self, layer, q, k, v):
+        new = torch.stack([k, v])
+        self.layers[layer] = torch.cat([self.layers[layer], new], 3) if layer in self.layers else new
+        return grouped_attention(q, *self.layers[layer])
+
+
+def absorbed_mla(q_nope, q_rope, latents, k_rope, w_uk, w_uv):
+    keys = torch.cat([latents, k_rope], -1)
+    q = torch.cat([torch.einsum("bhn,hnc->bhc", q_nope, w_uk), q_rope], -1)
+    weights = (torch.einsum("bhc,bsc->bhs", q, keys) / math.sqrt(q_nope.shape[2] + q_rope.shape[2])).softmax(2)
+    return (w_uv @ (weights @ latents)[..., None])[..., 0]
+"""
+
+# A KV head at a time; a cache laid out (B, capacity, Hkv, D) for each layer; latents as keys and values of a fused kernel.
+HEAD_BY_HEAD = """
+def grouped_attention(q, k, v):
+    T, S, G = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    visible = (torch.arange(S) <= torch.arange(S - T, S)[:, None]).repeat(G, 1)
+    out = []
+    for h in range(k.shape[1]):
+        rows = q[:, G * h : G * h + G].flatten(1, 2)  # (B, G*T, D)
+        scores = rows @ k[:, h].transpose(1, 2) / math.sqrt(q.shape[3])
+        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+        out.append((weights @ v[:, h]).unflatten(1, (G, T)))
+    return torch.cat(out, 1)
+
+
+class GroupedKVCache:
+    def __init__(self, config, capacity):
+        self.capacity, self.length, self.keys, self.values = capacity, 0, {}, {}
+
+    def positions(self, n_tokens):
+        start, self.length = self.length, self.length + n_tokens
+        if self.length > self.capacity:
+            raise ValueError("full")
+        return torch.arange(start, self.length)[None]
+
+    def attend(self, layer, q, k, v):
+        (B, Hkv, T, D), S = k.shape, self.length
+        for store, new in ((self.keys, k), (self.values, v)):
+            if layer not in store:
+                store[layer] = torch.full((B, self.capacity, Hkv, D), float("nan"), dtype=k.dtype)
+            store[layer][:, S - T : S] = new.transpose(1, 2)
+        return grouped_attention(q, *(x[layer][:, :S].transpose(1, 2) for x in (self.keys, self.values)))
+
+
+def absorbed_mla(q_nope, q_rope, latents, k_rope, w_uk, w_uv):
+    q = torch.cat([(q_nope[:, :, None] @ w_uk)[:, :, 0], q_rope], -1)[:, None]  # (B, 1, Hq, d_c + d_r)
+    keys = torch.cat([latents, k_rope], -1)[:, None]
+    out = F.scaled_dot_product_attention(q, keys, keys, scale=(q_nope.shape[2] + q_rope.shape[2]) ** -0.5)[:, 0]
+    return torch.einsum("bhc,hvc->bhv", out[..., : latents.shape[2]], w_uv)
+"""
+
+# What PyTorch shares by itself, and the package's own cache.
+PACKAGE = """
+def grouped_attention(q, k, v):
+    T, S = q.shape[2], k.shape[2]
+    if T == 1:
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    visible = torch.ones(T, S, dtype=torch.bool).tril(S - T)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
+
+
+class GroupedKVCache:
+    def __init__(self, config, capacity):
+        from types import SimpleNamespace
+
+        self.make = lambda k: SimpleNamespace(config=config, device=k.device, dtype=k.dtype)
+        self.capacity, self.length, self.inner = capacity, 0, None
+
+    def positions(self, n_tokens):
+        if self.length + n_tokens > self.capacity:
+            raise ValueError("full")
+        self.length += n_tokens
+        return torch.arange(self.length)[None, -n_tokens:]
+
+    def attend(self, layer, q, k, v):
+        from minillm.stages import gqa
+
+        self.inner = self.inner or gqa.GroupedKVCache(self.make(k), self.capacity, k.shape[0])
+        self.inner.length = self.length
+        return self.inner.attend(layer, q, k, v)
+
+
+def absorbed_mla(q_nope, q_rope, latents, k_rope, w_uk, w_uv):
+    from minillm.stages import mla
+
+    q, up = torch.cat([q_nope, q_rope], -1), torch.cat([w_uk, w_uv], 1)
+    return mla.absorbed_attention(q[:, :, None], torch.cat([latents, k_rope], -1)[:, None], up, w_uk.shape[1])[:, :, 0]
+"""
+
 CHAPTER_4 = """
 import math
 from itertools import accumulate
@@ -435,5 +590,6 @@ OTHER_ANSWERS = {
     "ch00": [CHAPTER_0],
     "ch01": [CHAPTER_1],
     "ch02": [CHAPTER_2 + PREALLOCATED, CHAPTER_2 + TOKEN_BY_TOKEN, CHAPTER_2 + PACKAGE_PARTS],
+    "ch03": [CHAPTER_3 + MANUAL, CHAPTER_3 + HEAD_BY_HEAD, CHAPTER_3 + PACKAGE],
     "ch04": [CHAPTER_4, CHAPTER_4_LISTS],
 }
