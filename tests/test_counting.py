@@ -670,8 +670,9 @@ def test_sampling_adds_no_flops_and_its_scratch_memory() -> None:
     greedy_cost = count(lambda: kv_cache.generate(model, [1, 2], 2))
     sampled = count(lambda: kv_cache.generate(model, [1, 2], 2, sampler=Sampler(0.8, 5, 0.9, 0.1, 0)))
     assert sampled.flops == greedy_cost.flops
-    # Memory that is allocated and filled in place looks like a cache: the noise, read twice, and the probabilities.
-    assert sampled.ideal_bytes == greedy_cost.ideal_bytes + 2 * 3 * 4 * config.vocab_size
+    # Memory that is allocated and filled in place looks like a cache: the noise, read twice, and the probabilities that are
+    # put back in the order of ids, which min_p reads three times.
+    assert sampled.ideal_bytes == greedy_cost.ideal_bytes + 2 * (2 + 3) * 4 * config.vocab_size
     assert sampled.bytes > greedy_cost.bytes
 
 
