@@ -55,12 +55,12 @@ def grouped_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 # %%
 class GroupedKVCache:
-    """Keys and values of the tokens so far, one for each KV head, for B sequences of one length. 3 points.
+    """Keys and values of the tokens so far, one for each KV head, for B sequences of one length.
 
     As in chapter 2, a model asks it twice: `positions` once a forward pass, which is written already, then `attend` once for
     each layer, in order. A pass may bring a whole prompt, a chunk of one, or a single token, of any dtype.
-    Graded by the logits of models that run on it, and by `bytes_moved` in decode, which may not reach six times the bytes of
-    the keys and values of all tokens so far, one for each KV head.
+        grouped_cache   3 points: the logits of models that run on it, and the bytes that `attend` moves in decode
+    These may not reach six times the bytes of the keys and values of all tokens so far, one for each KV head.
     """
 
     def __init__(self, config: ModelConfig, capacity: int) -> None:

@@ -73,7 +73,7 @@ DIGESTS: dict[str, str] = {
     "ch02/solution.py": "dd3c21599c6e60e35281f0a7537f38c8c62ccd09c45e6dd880426e3705c8982c",
     "ch02/test_exercise.py": "6c561bd08d6891fefcf84c00f3584932475a5a8e047063a2ff45ec2084b8d1fd",
     "ch03/mutants.py": "720183b3f2284e9f9fee035ce270d61a0f3f961ed2725201d0f54b722a28ad86",
-    "ch03/solution.py": "7d5f260ad4f97ecb83445148872f0f4806a62ce7068a224ad52efa94e28a8587",
+    "ch03/solution.py": "fdceb666ceef3b7b89ccc8dd2d2993fb3d547cff78ae66f64d6faada2f085ee1",
     "ch03/test_exercise.py": "0108a51d66297c0ddc0e0c9748efc1f844370e9cde4d4c4626aff21fd91bbcc5",
     "ch04/mutants.py": "d6178681f1a61c176f7f5e0776ff5cadd71cb154025dcab628d1f7902c9e5eea",
     "ch04/solution.py": "e104a4b8b34f3db5f8393b7e24c1931d8eac7498af5aa98f0e93dd45c921eede",
