@@ -84,7 +84,7 @@ def measured(bytes_moved, function, *args: object) -> int:
         reason = (str(error).partition(") ")[2] or str(error)).rstrip(".")  # without the call that it is about
         raise Wrong(
             f"Its values are right, but counting its bytes {reason}. Leave bytes_moved as it is, and give "
-            "F.scaled_dot_product_attention tensors of four dimensions, by position."
+            "F.scaled_dot_product_attention tensors of four dimensions."
         ) from None
     if type(value) is not int or not 0 <= value < 2**60:
         raise Wrong("bytes_moved does not return a number of bytes: restore it, as the graders need it.")

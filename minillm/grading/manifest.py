@@ -74,7 +74,7 @@ DIGESTS: dict[str, str] = {
     "ch02/test_exercise.py": "6c561bd08d6891fefcf84c00f3584932475a5a8e047063a2ff45ec2084b8d1fd",
     "ch03/mutants.py": "720183b3f2284e9f9fee035ce270d61a0f3f961ed2725201d0f54b722a28ad86",
     "ch03/solution.py": "fdceb666ceef3b7b89ccc8dd2d2993fb3d547cff78ae66f64d6faada2f085ee1",
-    "ch03/test_exercise.py": "0108a51d66297c0ddc0e0c9748efc1f844370e9cde4d4c4626aff21fd91bbcc5",
+    "ch03/test_exercise.py": "a84a53aeb682a478d9430a701eada61810e80ee7a0ecace27ea2e08fca481c25",
     "ch04/mutants.py": "d6178681f1a61c176f7f5e0776ff5cadd71cb154025dcab628d1f7902c9e5eea",
     "ch04/solution.py": "e104a4b8b34f3db5f8393b7e24c1931d8eac7498af5aa98f0e93dd45c921eede",
     "ch04/test_exercise.py": "1f2a08d46a0800a2e9f8dd44f4418f0896667f3fba363aae7d4f60f160eeeda2",
