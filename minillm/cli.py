@@ -271,6 +271,7 @@ def _generate(args: argparse.Namespace) -> None:
     model, tokenizer = load(args.model, args.device, args.dtype)
     prompt = tokenizer.chat(args.prompt) if args.chat else tokenizer.encode(args.prompt)
     stream = tokenizer.stream()
+    model = stage.prepared(model)
     generation = stage.generate(
         model, prompt, args.max_new_tokens, sampler=sampler, stop_tokens=tokenizer.stop_tokens,
         on_token=lambda token: print(stream.push(token), end="", flush=True),

@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.markup import escape
 
-from minillm.errors import UsageError
+from minillm.errors import MinillmError, UsageError
 from minillm.generation import Generation, check_prompt
 from minillm.metrics import FiveNumbers, RequestTimes, summarize_requests
 from minillm.model import Transformer
 from minillm.report import ceilings_table, metrics_table, positions_table, predictions_table
 from minillm.roofline.ceilings import CeilingMeter, Ceilings
-from minillm.roofline.counting import Cost
+from minillm.roofline.counting import Cost, CountingMode
 from minillm.roofline.hardware import datasheet_ceilings
-from minillm.roofline.position import Position, meta_twin, phase_costs, phase_seconds
+from minillm.roofline.position import Position, meta_twin, phase_costs, phase_costs_of_run, phase_seconds
 from minillm.roofline.profile import explain, profile_phases
 from minillm.stages import STAGES, Stage, known_stage
 from minillm.tokenizer import Tokenizer
@@ -32,7 +32,8 @@ class StageResult:
 
     stage: str
     users: int
-    costs: dict[str, Cost]
+    costs: dict[str, Cost]  # empty until its first run, where only a run tells
+    model: Transformer  # as the stage prepared it
     text: str = ""
     runs: list[list[Generation]] = field(default_factory=list)  # of each run, one generation a user
 
@@ -106,8 +107,7 @@ def run_tour(
     """
     if not stages:
         raise UsageError(f"No stage was named: choose from {', '.join(STAGES)}.")
-    modules = {name: known_stage(name) for name in stages}
-    users = {name: USERS if stage.generate_batch else 1 for name, stage in modules.items()}
+    entries = {name: known_stage(name) for name in stages}
     tokens = tokenizer.encode(prompt) if tokenizer.template is None else tokenizer.chat(prompt)
     check_prompt(model.config, tokens, max_new_tokens)
 
@@ -116,23 +116,24 @@ def run_tour(
     for _ in range(ROUNDS):
         meter.sample()
     console.print(ceilings_table(meter.ceilings(), datasheet_ceilings(meter.ceilings())))
-    twin = meta_twin(model.config, model.dtype)
-    results = [
-        StageResult(name, users[name], phase_costs(stage, twin, len(tokens), max_new_tokens, users[name]))
-        for name, stage in modules.items()
-    ]
+    results = _predict_stages(console, model, entries, len(tokens), max_new_tokens)
     predictions = {result.label: result.predictions(meter.ceilings()) for result in results}
     console.print(predictions_table("Predicted, before anything has run", predictions))
 
     console.print(
-        f"[bold]The runs[/bold] [dim](greedy: every stage must say the same)[/dim]\n[dim]{escape(prompt)}[/dim]"
+        "[bold]The runs[/bold] [dim](greedy: every stage must say the same, quantized ones nearly so)[/dim]\n"
+        f"[dim]{escape(prompt)}[/dim]"
     )
     for result in results:
-        result.text = _stream(console, model, tokenizer, result.stage, tokens, max_new_tokens)
+        result.text = _stream(console, result, tokenizer, tokens, max_new_tokens)
+        if not result.costs:
+            result.costs = phase_costs_of_run(
+                CountingMode(), entries[result.stage], result.model, tokens, max_new_tokens
+            )
     for _ in range(ROUNDS):
         for result in results:
             meter.sample()
-            result.runs.append(_run(modules[result.stage], model, tokens, max_new_tokens, result.users))
+            result.runs.append(_run(entries[result.stage], result, tokens, max_new_tokens))
 
     tour = Tour(model.config.name, str(model.device), len(tokens), price_per_hour, meter.ceilings(), results)
     console.print(metrics_table({result.label: tour.metrics(result) for result in results}))
@@ -142,44 +143,69 @@ def run_tour(
     )
     console.print(positions_table(tour.positions()))
     console.print("[dim]Predicted with the ceilings sampled between the runs; ratio = measured / predicted.[/dim]")
-    _explain_misses(console, tour, model, tokens)
+    _explain_misses(console, tour, tokens)
     return tour
 
 
-def _run(stage: Stage, model: Transformer, tokens: list[int], n: int, users: int) -> list[Generation]:
+def _predict_stages(
+    console: Console, model: Transformer, entries: dict[str, Stage], prompt_tokens: int, new_tokens: int
+) -> list[StageResult]:
+    """Every stage that this device and dtype can run, with what it costs; a sentence for each that they cannot."""
+    twin, results = meta_twin(model.config, model.dtype), []
+    for name, stage in entries.items():
+        users = USERS if stage.generate_batch else 1
+        try:
+            prepared = stage.prepared(model)
+            costs = {}
+            if stage.run is not None:
+                costs = phase_costs(stage, stage.prepared(twin), prompt_tokens, new_tokens, users)
+        except MinillmError as error:
+            if len(entries) == 1:
+                raise
+            console.print(f"[bold]{name}[/bold] is left out: {escape(str(error))}")
+            continue
+        if not costs:
+            console.print(
+                f"[dim]What {name} does depends on the tokens it finds: its costs are counted in its run.[/dim]"
+            )
+        results.append(StageResult(name, users, costs, prepared))
+    return results
+
+
+def _run(stage: Stage, result: StageResult, tokens: list[int], n: int) -> list[Generation]:
     """One timed run: the prompt once, or from several users at once where the stage serves them together."""
     if stage.generate_batch is None:
-        return [stage.generate(model, tokens, n)]
-    return stage.generate_batch(model, [tokens] * users, n, max_batch=users)
+        return [stage.generate(result.model, tokens, n)]
+    return stage.generate_batch(result.model, [tokens] * result.users, n, max_batch=result.users)
 
 
 def _weight_bytes(model: Transformer) -> int:
     return sum(p.nbytes for p in model.parameters())
 
 
-def _stream(console: Console, model: Transformer, tokenizer: Tokenizer, stage: str, tokens: list[int], n: int) -> str:
+def _stream(console: Console, result: StageResult, tokenizer: Tokenizer, tokens: list[int], n: int) -> str:
     """Run a stage once for its text, shown as it comes. This run also warms up: it is not timed."""
-    console.print(f"[bold]{stage}:[/bold] ", end="")
+    console.print(f"[bold]{result.stage}:[/bold] ", end="")
     stream, pieces = tokenizer.stream(), []
 
     def show(piece: str) -> None:
         pieces.append(piece)
         console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
 
-    known_stage(stage).generate(model, tokens, n, on_token=lambda token: show(stream.push(token)))
+    known_stage(result.stage).generate(result.model, tokens, n, on_token=lambda token: show(stream.push(token)))
     show(stream.flush())
     console.print()
     return "".join(pieces)
 
 
-def _explain_misses(console: Console, tour: Tour, model: Transformer, tokens: list[int]) -> None:
+def _explain_misses(console: Console, tour: Tour, tokens: list[int]) -> None:
     """Where a measured time is far from its prediction, run the stage with every operator timed and say which one it is."""
     for result in tour.stages:
         far = [p for p in result.positions(tour.ceilings) if p.ratio and not 1 / CLOSE < p.ratio < CLOSE]
         if not far:
             continue
         kinds = profile_phases(
-            known_stage(result.stage), model, tokens, PROFILED_TOKENS, tour.ceilings, batch=result.users
+            known_stage(result.stage), result.model, tokens, PROFILED_TOKENS, tour.ceilings, batch=result.users
         )
         for p in far:
             console.print(f"[bold]{result.label} {p.phase}[/bold]: {explain(kinds[p.phase], tour.ceilings)}")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import SHAPES, random_prompt
+from helpers import PLAIN_STAGES, SHAPES, random_prompt
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -22,7 +22,7 @@ from minillm.model import Transformer
 from minillm.roofline.counting import Cost, Formula, Operator, count, formula, touched, whole
 from minillm.roofline.position import count_run, phase_costs
 from minillm.sampling import Sampler, greedy
-from minillm.stages import STAGES, kv_cache
+from minillm.stages import kv_cache
 from minillm.stages.naive import causal_attention
 
 # Each is awkward in another way: tied and not, with biases, with norms of q and k, D apart from C / Hq, G of 1, 2, 3 and 4.
@@ -35,7 +35,7 @@ CONFIGS = [
     ModelConfig("windowed", 2, 32, 4, 2, 8, 48, 97, 192, sliding_window=4),
 ]
 DTYPES = [torch.float32, torch.bfloat16]
-CACHED = [name for name in STAGES if name != "naive"]
+CACHED = [name for name in PLAIN_STAGES if name != "naive"]
 RUNS = [  # stage, tokens of the prompt, new tokens, batch
     *(("naive", 7, 1, 1), ("naive", 7, 3, 3), ("naive", 1, 2, 1)),
     *((stage, *run) for stage in CACHED for run in ((7, 1, 1), (7, 1, 3), (7, 3, 1), (7, 3, 3), (1, 2, 3), (63, 3, 2))),
@@ -229,7 +229,7 @@ def test_prefill_and_whole_generations_equal_the_closed_form(
 ) -> None:
     model = model_on(device, config, dtype)
     for stage, prompt, new, batch in RUNS:
-        cost = count_run(STAGES[stage], model, prompt, new, batch)
+        cost = count_run(PLAIN_STAGES[stage], model, prompt, new, batch)
         assert figures(cost) == closed_form(config, stage, prompt, new, batch, dtype), (stage, prompt, new, batch)
 
 
@@ -241,14 +241,16 @@ def test_one_decode_step_equals_the_closed_form(config: ModelConfig, dtype: torc
     for stage, T, S in (("naive", 9, 9), *((stage, 1, 9) for stage in CACHED)):
         for batch in (1, 3):
             # The run of 2 tokens after a prompt of 8 has one step more than the run of 1: it attends over 9.
-            step = count_run(STAGES[stage], model, 8, 2, batch) - count_run(STAGES[stage], model, 8, 1, batch)
+            step = count_run(PLAIN_STAGES[stage], model, 8, 2, batch) - count_run(
+                PLAIN_STAGES[stage], model, 8, 1, batch
+            )
             expected = Pass(config, stage, batch, T, S, dtype.itemsize)
             assert figures(step) == (expected.flops, expected.bytes, expected.ideal), (stage, batch)
 
 
 def test_every_operator_costs_on_meta_what_it_costs_on_the_cpu() -> None:
     for config in SHAPES.values():
-        for stage in STAGES.values():
+        for stage in PLAIN_STAGES.values():
             on_cpu = count_run(stage, model_on("cpu", config), 6, 3, 2)
             assert on_cpu.calls == count_run(stage, model_on("meta", config), 6, 3, 2).calls
 
@@ -284,8 +286,8 @@ def test_flops_of_a_generation_follow_the_two_laws(config: ModelConfig) -> None:
     """
     P, A, L, n = config.matmul_params, config.n_heads * config.head_dim, config.n_layers, 16
     model = model_on("meta", config)
-    naive = count_run(STAGES["naive"], model, 1, n).flops
-    cached = count_run(STAGES["kv_cache"], model, 1, n).flops
+    naive = count_run(PLAIN_STAGES["naive"], model, 1, n).flops
+    cached = count_run(PLAIN_STAGES["kv_cache"], model, 1, n).flops
     assert naive == P * n * (n + 1) + 2 * A * L * n * (n + 1) * (2 * n + 1) // 3
     assert cached == 2 * P * n + 2 * A * L * n * (n + 1)
     # The laws leave out terms of relative size 1/n and 3/(2n).
@@ -296,7 +298,7 @@ def test_flops_of_a_generation_follow_the_two_laws(config: ModelConfig) -> None:
 def test_a_long_prompt_costs_the_cache_the_head_only_once() -> None:
     config = CONFIGS[1]
     model, T, head = model_on("meta", config), 11, 2 * config.d_model * config.vocab_size
-    naive, cached = (count_run(STAGES[stage], model, T, 1).flops for stage in ("naive", "kv_cache"))
+    naive, cached = (count_run(PLAIN_STAGES[stage], model, T, 1).flops for stage in ("naive", "kv_cache"))
     assert naive - cached == (T - 1) * head
 
 
@@ -308,7 +310,7 @@ def test_decode_attention_stays_below_two_flops_for_every_byte_of_an_element(
     """One K/V for each query head: 4 S D FLOPs over b (2 S D + 2 D) bytes, 2 S / (S + 1) / b, which nears 2 / b."""
     S, b = 150, dtype.itemsize
     model = model_on("meta", config, dtype)
-    step = count_run(STAGES["kv_cache"], model, S - 1, 2) - count_run(STAGES["kv_cache"], model, S - 1, 1)
+    step = count_run(PLAIN_STAGES["kv_cache"], model, S - 1, 2) - count_run(PLAIN_STAGES["kv_cache"], model, S - 1, 1)
     [attention] = [op for op, _ in step if op.name == "scaled_dot_product_attention"]
     assert attention.flops / attention.bytes == pytest.approx(2 * S / (S + 1) / b)
     assert 0.99 * 2 / b < attention.flops / attention.bytes < 2 / b
@@ -316,7 +318,7 @@ def test_decode_attention_stays_below_two_flops_for_every_byte_of_an_element(
 
 def decode_step(stage: str, model: Transformer, S: int, B: int = 1) -> Cost:
     """One step that attends over S tokens of each of B sequences."""
-    return count_run(STAGES[stage], model, S - 1, 2, B) - count_run(STAGES[stage], model, S - 1, 1, B)
+    return count_run(PLAIN_STAGES[stage], model, S - 1, 2, B) - count_run(PLAIN_STAGES[stage], model, S - 1, 1, B)
 
 
 def kept(cost: Cost, config: ModelConfig, B: int) -> int:
@@ -368,7 +370,9 @@ def test_ideal_bytes_of_a_decode_step_are_the_streamed_weights_and_the_cache() -
     for config in CONFIGS:
         S, B, b = 30, 3, 2
         model = model_on("meta", config, torch.bfloat16)
-        step = count_run(STAGES["kv_cache"], model, S - 1, 2, B) - count_run(STAGES["kv_cache"], model, S - 1, 1, B)
+        step = count_run(PLAIN_STAGES["kv_cache"], model, S - 1, 2, B) - count_run(
+            PLAIN_STAGES["kv_cache"], model, S - 1, 1, B
+        )
         cache = 2 * config.n_layers * B * config.n_heads * S * config.head_dim * b
         rows_and_frequencies = B * config.d_model * b + 4 * config.head_dim
         assert step.ideal_bytes == config.streamed_params * b + cache + rows_and_frequencies
@@ -376,7 +380,7 @@ def test_ideal_bytes_of_a_decode_step_are_the_streamed_weights_and_the_cache() -
 
 def test_a_decode_step_of_llama_3_8b_reads_15_gb_of_weights() -> None:
     model = model_on("meta", KNOWN_MODELS["llama-3-8b"], torch.bfloat16)
-    step = count_run(STAGES["kv_cache"], model, 9, 2) - count_run(STAGES["kv_cache"], model, 9, 1)
+    step = count_run(PLAIN_STAGES["kv_cache"], model, 9, 2) - count_run(PLAIN_STAGES["kv_cache"], model, 9, 1)
     assert step.ideal_bytes == pytest.approx(15.01e9, rel=1e-3)
 
 
@@ -387,14 +391,14 @@ def flops_by_pytorch(fn: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", PLAIN_STAGES)
 def test_flops_equal_those_of_pytorchs_counter(config: ModelConfig, stage: str) -> None:
     # On meta: there attention falls apart into matrix products. Of the CPU's fused kernel PyTorch's counter knows nothing.
     model = model_on("meta", config)
     tokens = torch.zeros(2, 6, dtype=torch.int64, device="meta")
 
     def run() -> None:
-        STAGES[stage].run(model, tokens, 3, greedy, Recorder(model.device))
+        PLAIN_STAGES[stage].run(model, tokens, 3, greedy, Recorder(model.device))
 
     assert count(run).flops == flops_by_pytorch(run) > 0
 
@@ -645,7 +649,7 @@ def test_ideal_does_not_depend_on_which_memory_is_used_again() -> None:
 def test_a_count_is_the_same_again_after_a_model_was_freed() -> None:
     def cost() -> Cost:
         model = model_on("cpu", CONFIGS[0])
-        return count_run(STAGES["kv_cache"], model, 5, 3)
+        return count_run(PLAIN_STAGES["kv_cache"], model, 5, 3)
 
     first = cost()
     gc.collect()
@@ -655,13 +659,13 @@ def test_a_count_is_the_same_again_after_a_model_was_freed() -> None:
 # --- what a stage is counted as ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", PLAIN_STAGES)
 def test_generate_costs_what_its_run_costs(stage: str) -> None:
     """Reading the request and handing out the tokens moves nothing."""
     config = CONFIGS[0]
     model, prompt = model_on("cpu", config), random_prompt(5, config.vocab_size)
-    cost = count(lambda: STAGES[stage].generate(model, prompt, 3))
-    assert cost.calls == count_run(STAGES[stage], model, 5, 3).calls
+    cost = count(lambda: PLAIN_STAGES[stage].generate(model, prompt, 3))
+    assert cost.calls == count_run(PLAIN_STAGES[stage], model, 5, 3).calls
 
 
 def test_sampling_adds_no_flops_and_its_scratch_memory() -> None:
@@ -678,7 +682,7 @@ def test_sampling_adds_no_flops_and_its_scratch_memory() -> None:
 
 def test_decode_is_the_run_of_n_tokens_minus_that_of_one() -> None:
     model = model_on("meta", CONFIGS[0])
-    for stage in STAGES.values():
+    for stage in PLAIN_STAGES.values():
         costs = phase_costs(stage, model, 5, 4)
         assert (costs["prefill"] + costs["decode"]).calls == count_run(stage, model, 5, 4).calls
         assert costs["prefill"].calls == count_run(stage, model, 5, 1).calls
@@ -688,7 +692,7 @@ def test_decode_is_the_run_of_n_tokens_minus_that_of_one() -> None:
 def test_a_model_of_70b_is_counted_in_exact_integers() -> None:
     config = KNOWN_MODELS["llama-3-70b"]
     model = model_on("meta", replace(config, max_positions=10_000), torch.bfloat16)
-    cost = count_run(STAGES["kv_cache"], model, 4096, 1, 8)
+    cost = count_run(PLAIN_STAGES["kv_cache"], model, 4096, 1, 8)
     assert figures(cost) == closed_form(config, "kv_cache", 4096, 1, 8, torch.bfloat16)
     assert all(type(figure) is int for figure in figures(cost))
 

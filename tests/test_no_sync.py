@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import SHAPES, lively_model
+from helpers import PLAIN_STAGES, SHAPES, lively_model
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from minillm.batch import Request, Row
 from minillm.model import Attention, Transformer
 from minillm.sampling import Sampler
-from minillm.stages import STAGES, Stage
+from minillm.stages import Stage
 from minillm.stages.batching import Engine
 from minillm.stages.gqa import GroupedKVCache
 from minillm.stages.kv_cache import KVCache
@@ -127,9 +127,11 @@ def run_of(stage: Stage) -> Callable[..., object]:
     return lambda model, n, **options: generate(model, RAGGED, n, **options)
 
 
-RUNS = {name: run_of(stage) for name, stage in STAGES.items()}
+RUNS = {name: run_of(stage) for name, stage in PLAIN_STAGES.items()}
 every_run = pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
-every_batched_stage = pytest.mark.parametrize("stage", [name for name in STAGES if STAGES[name].generate_batch])
+every_batched_stage = pytest.mark.parametrize(
+    "stage", [name for name in PLAIN_STAGES if PLAIN_STAGES[name].generate_batch]
+)
 every_sampler = pytest.mark.parametrize(
     "sampler", [{}, {"sampler": Sampler(0.8, top_k=7, top_p=0.9, min_p=0.02, seed=1)}], ids=["greedy", "sampled"]
 )
@@ -151,15 +153,15 @@ def test_a_generation_sends_its_prompt_and_exchanges_nothing_else(
     assert five.operators > 5 * 2 * 15  # that something was watched: 5 passes, 2 layers
 
 
-@pytest.mark.parametrize("stage", [name for name in STAGES if not STAGES[name].generate_batch])
+@pytest.mark.parametrize("stage", [name for name in PLAIN_STAGES if not PLAIN_STAGES[name].generate_batch])
 def test_a_prompt_is_one_upload(stage: str, model: Transformer) -> None:
-    assert watch(lambda: STAGES[stage].generate(model, PROMPT, 12)).uploads == 1
+    assert watch(lambda: PLAIN_STAGES[stage].generate(model, PROMPT, 12)).uploads == 1
 
 
 @every_batched_stage
 def test_rows_that_end_at_different_steps_send_nothing(stage: str, model: Transformer) -> None:
     # In continuous batching each end moves the last row into the gap.
-    generate = STAGES[stage].generate_batch
+    generate = PLAIN_STAGES[stage].generate_batch
     one, ragged = (
         watch(lambda limits=limits: generate(model, RAGGED, limits, max_batch=5)) for limits in (1, [5, 10, 1, 15, 6])
     )
@@ -168,7 +170,7 @@ def test_rows_that_end_at_different_steps_send_nothing(stage: str, model: Transf
 
 @every_batched_stage
 def test_uploads_grow_with_admissions_and_not_with_tokens(stage: str, model: Transformer) -> None:
-    generate = STAGES[stage].generate_batch
+    generate = PLAIN_STAGES[stage].generate_batch
     short, long = (watch(lambda n=n: generate(model, RAGGED, [n, 2 * n, n, 3 * n, n], max_batch=2)) for n in (1, 4))
     assert short.faults == long.faults == []
     assert short.uploads == long.uploads > watch(lambda: generate(model, RAGGED, 1, max_batch=5)).uploads

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import PLAIN_STAGES
 
 from minillm.config import KNOWN_MODELS, ModelConfig
 from minillm.errors import UsageError
@@ -29,7 +30,6 @@ from minillm.roofline.position import (
     predict,
     predict_stage,
 )
-from minillm.stages import STAGES
 
 # Round numbers: 1 GFLOP/s, 100 MB/s, a ridge at 10 FLOP/byte, 1 ms an operator.
 CEILINGS = Ceilings("a machine", "fp32", bandwidth=1e8, peak=1e9, overhead=1e-3)
@@ -58,7 +58,7 @@ def decode(
     model: str | ModelConfig, context: int, batch: int = 1, ceilings: Ceilings = H100, stage: str = "kv_cache"
 ) -> Position:
     config = KNOWN_MODELS[model] if isinstance(model, str) else model
-    return predict_stage(STAGES[stage], config, ceilings, context, batch)[1]
+    return predict_stage(PLAIN_STAGES[stage], config, ceilings, context, batch)[1]
 
 
 # --- hand-made --------------------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ def test_json_of_a_phase_has_the_keys_of_the_contract() -> None:
 def test_decode_is_n_tokens_minus_one_in_cost_and_in_time() -> None:
     assert phase_seconds([0.5, 0.7, 1.0]) == {"prefill": 0.5, "decode": 0.5}
     assert phase_seconds([0.5]) == {"prefill": 0.5}
-    for stage in STAGES.values():
+    for stage in PLAIN_STAGES.values():
         twin = meta_twin(KNOWN_MODELS["tiny"], torch.float32)
         costs = phase_costs(stage, twin, 5, 6)
         assert list(costs) == ["prefill", "decode"]
@@ -154,13 +154,13 @@ def test_the_decode_step_attends_over_the_whole_context() -> None:
     position = decode(config, context)
     [attention] = [op for op, _ in position.cost if op.name == "scaled_dot_product_attention"]
     assert attention.flops == 4 * config.n_heads * context * config.head_dim
-    prefill = predict_stage(STAGES["kv_cache"], config, H100, context)[0]
+    prefill = predict_stage(PLAIN_STAGES["kv_cache"], config, H100, context)[0]
     [attention] = [op for op, _ in prefill.cost if op.name == "scaled_dot_product_attention"]
     assert attention.flops == 4 * config.n_heads * context**2 * config.head_dim
 
 
 def test_a_naive_step_costs_a_prefill_of_its_context() -> None:
-    prefill, step = predict_stage(STAGES["naive"], KNOWN_MODELS["tiny"], H100, 33)
+    prefill, step = predict_stage(PLAIN_STAGES["naive"], KNOWN_MODELS["tiny"], H100, 33)
     assert step.cost.calls == prefill.cost.calls
 
 
@@ -236,7 +236,7 @@ def test_a_longer_context_adds_its_cache_and_nothing_else() -> None:
 
 
 def test_prefill_of_a_long_prompt_is_bound_by_compute() -> None:
-    prefill = predict_stage(STAGES["kv_cache"], LLAMA, H100, 4096)[0]
+    prefill = predict_stage(PLAIN_STAGES["kv_cache"], LLAMA, H100, 4096)[0]
     assert prefill.bound == "compute"
     P, A, T = LLAMA.n_layers * LLAMA.layer_matmul_params, LLAMA.n_heads * LLAMA.head_dim, 4096
     head = 2 * LLAMA.vocab_size * LLAMA.d_model
@@ -261,7 +261,7 @@ def test_overhead_binds_a_small_model_on_a_big_gpu() -> None:
 @pytest.mark.parametrize(("context", "batch"), [(1, 1), (0, 1), (-5, 1), (10, 0), (10, -1), (10**12, 1), (10, 10**12)])
 def test_a_context_or_batch_that_cannot_be_is_refused(context: int, batch: int) -> None:
     with pytest.raises(UsageError, match=r"^The (context|batch) is -?\d+; it must lie between .*\.$"):
-        predict_stage(STAGES["kv_cache"], KNOWN_MODELS["tiny"], H100, context, batch)
+        predict_stage(PLAIN_STAGES["kv_cache"], KNOWN_MODELS["tiny"], H100, context, batch)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_same_logits, is_one_sentence, lively_model, logits_whole, random_prompt, wide
+from helpers import PLAIN_STAGES, assert_same_logits, is_one_sentence, lively_model, logits_whole, random_prompt, wide
 from helpers import one_thread as one_thread
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +18,7 @@ from minillm.evaluation import compare, prose
 from minillm.model import Transformer
 from minillm.roofline.counting import Cost, count
 from minillm.roofline.position import count_run, meta_twin
-from minillm.stages import STAGES, gqa, naive
+from minillm.stages import gqa, naive
 from minillm.stages.gqa import GroupedKVCache
 from minillm.stages.quantization import SCHEMES, has_speed, quantize, weight_bytes
 from minillm.stages.quantized_linear import (
@@ -302,7 +302,7 @@ def test_tied_head_is_quantized_from_a_copy_and_reads_the_embedding_no_more() ->
 
 
 @every_scheme
-@pytest.mark.parametrize("stage", STAGES.values(), ids=STAGES)
+@pytest.mark.parametrize("stage", PLAIN_STAGES.values(), ids=PLAIN_STAGES)
 def test_any_stage_runs_a_quantized_model(stage: object, scheme: str, model: Transformer) -> None:
     # Readable layers see one row or many in the same arithmetic, so stages agree as they do on a plain float32 model.
     prompt, quantized = random_prompt(9, 97), quantize(model, scheme, readable=True)
@@ -366,12 +366,12 @@ def test_bytes_of_a_decode_step_equal_the_closed_form(scheme: str, B: int, dtype
 def test_costs_on_meta_are_those_on_the_cpu(scheme: str, config: ModelConfig, dtype: torch.dtype) -> None:
     on_cpu, on_meta = quantize(lively_model(config, dtype=dtype), scheme), quantize(meta_twin(config, dtype), scheme)
     for prompt in (5, 30):  # fewer rows and more than int8 leaves to its kernel
-        costs = [count_run(STAGES["gqa"], model, prompt, 3) for model in (on_cpu, on_meta)]
+        costs = [count_run(PLAIN_STAGES["gqa"], model, prompt, 3) for model in (on_cpu, on_meta)]
         assert costs[0] == costs[1]
 
 
 def test_fp8_on_meta_costs_what_a_gpu_that_has_it_would_move() -> None:
-    cost = count_run(STAGES["gqa"], quantize(meta_twin(FULL, torch.bfloat16), "fp8"), 1, 1)
+    cost = count_run(PLAIN_STAGES["gqa"], quantize(meta_twin(FULL, torch.bfloat16), "fp8"), 1, 1)
     weights = sum(stored_bytes("fp8", N, K) for N, K in shapes(FULL))
     assert products(cost).bytes == weights + sum(K + 4 + 2 * N for N, K in shapes(FULL))
 
@@ -387,7 +387,7 @@ def test_weights_take_the_bytes_of_the_closed_form(scheme: str, readable: bool) 
 
 def test_readable_layers_move_more_bytes_than_no_quantization() -> None:
     model = lively_model(FULL)
-    steps = [count_run(STAGES["gqa"], m, 1, 1).bytes for m in (model, quantize(model, "int4", readable=True))]
+    steps = [count_run(PLAIN_STAGES["gqa"], m, 1, 1).bytes for m in (model, quantize(model, "int4", readable=True))]
     assert steps[1] > steps[0]
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import (
+    PLAIN_STAGES,
     SHAPES,
     STAGES,
     assert_same_logits,
@@ -24,7 +25,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minillm import stages
 from minillm.errors import MinillmError, UsageError
 from minillm.generation import Generation
 from minillm.model import Transformer
@@ -132,7 +132,7 @@ class Rows:
         return False
 
 
-@pytest.mark.parametrize("stage", stages.STAGES.values(), ids=stages.STAGES)
+@pytest.mark.parametrize("stage", PLAIN_STAGES.values(), ids=PLAIN_STAGES)
 @every_shape
 def test_prompts_run_in_lockstep_give_what_each_gives_alone(stage: Any, shape: str, models: Models) -> None:
     model, rows = models[shape, torch.float64], Rows()

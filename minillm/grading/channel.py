@@ -131,9 +131,9 @@ def brief(value: Any) -> str:
     """An argument as it stands in a sentence."""
     if isinstance(value, torch.Tensor):
         return f"tensor {tuple(value.shape)}" if value.numel() > 6 else str(value.tolist())
-    if hasattr(value, "n_layers"):
+    if not isinstance(value, Remote) and hasattr(value, "n_layers"):
         return str(value.name)
-    if callable(value) and not isinstance(value, Remote):
+    if not isinstance(value, Remote) and callable(value):
         return str(getattr(value, "__name__", "function"))
     short = reprlib.Repr()
     short.maxlist = short.maxtuple = 5

@@ -107,8 +107,12 @@ def _exit_code(pid: int, patience: float) -> int:
 
 def main(argv: list[str]) -> None:
     if argv[0] == "fork":
-        import minillm.stages  # noqa: F401  warm, for what the learner's file imports
+        import torch
 
+        import minillm.stages  # noqa: F401  warm, for what the learner's file imports
+        from minillm.roofline.counting import count
+
+        count(lambda: torch.ones(1) + 1)  # the first count in a process imports hundreds of PyTorch's modules
         _fork_server(socket.socket(fileno=int(argv[1])))
     else:
         sock = socket.create_connection(("127.0.0.1", int(argv[1])))

@@ -73,6 +73,9 @@ class Cost:
     def n_operators(self) -> int:
         return sum(self.calls.values())
 
+    def copy(self) -> "Cost":
+        return Cost(self.calls.copy())
+
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(self.calls + other.calls)
 
@@ -279,6 +282,11 @@ def _meta_attention(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(q) if v.shape[3] == D else q.new_empty(B, Hq, T, v.shape[3])
 
 
+def _is_unfused_attention(func: Any, args: Any) -> bool:
+    """Fused kernels take four dimensions; with any other number PyTorch computes attention by its parts, copies included."""
+    return func is aten.scaled_dot_product_attention.default and args[0].dim() != 4
+
+
 class CountingMode(TorchDispatchMode):
     """Sees every operator while it is active and adds its cost to `cost`. Use it through `count`."""
 
@@ -289,7 +297,7 @@ class CountingMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in _FORMULAS:
+        if func not in _FORMULAS or _is_unfused_attention(func, args):
             with self:  # an operator made of others, such as matmul, is counted by its parts
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:

@@ -20,7 +20,7 @@ from minillm.errors import UsageError
 from minillm.generation import Recorder
 from minillm.model import Transformer
 from minillm.roofline.ceilings import Ceilings
-from minillm.roofline.counting import Cost, Operator, count
+from minillm.roofline.counting import Cost, CountingMode, Operator, count
 from minillm.sampling import greedy
 from minillm.stages import Stage
 
@@ -111,9 +111,17 @@ def meta_twin(config: ModelConfig, dtype: torch.dtype, positions: int = 1) -> Tr
 
 
 def count_run(stage: Stage, model: Transformer, prompt_tokens: int, new_tokens: int, batch: int = 1) -> Cost:
-    """The cost of a stage generating `new_tokens` for `batch` prompts of one length, on the model's device."""
+    """The cost of a stage generating `new_tokens` for `batch` prompts of one length, on the model's device.
+
+    `model` is what the stage runs: its `prepared` one. Raises `UsageError` for a stage that must really run to be counted.
+    """
+    run = stage.run
+    if run is None:
+        raise UsageError(
+            "What this stage does depends on the tokens it finds, so it cannot be predicted alone: see minillm tour."
+        )
     tokens = torch.zeros(batch, prompt_tokens, dtype=torch.int64, device=model.device)
-    return count(lambda: stage.run(model, tokens, new_tokens, greedy, Recorder(model.device)))
+    return count(lambda: run(model, tokens, new_tokens, greedy, Recorder(model.device)))
 
 
 def phase_costs(
@@ -123,6 +131,22 @@ def phase_costs(
     costs = {"prefill": count_run(stage, model, prompt_tokens, 1, batch)}
     if new_tokens > 1:
         costs["decode"] = count_run(stage, model, prompt_tokens, new_tokens, batch) - costs["prefill"]
+    return costs
+
+
+def phase_costs_of_run(
+    mode: CountingMode, stage: Stage, model: Transformer, prompt: Sequence[int], new_tokens: int
+) -> dict[str, Cost]:
+    """The same of a stage that really runs, under a mode that counts: prefill is all that was done up to the first token."""
+    costs: dict[str, Cost] = {}
+
+    def note_prefill(token: int) -> None:
+        costs.setdefault("prefill", mode.cost.copy())
+
+    with torch.inference_mode(), mode:
+        stage.generate(model, prompt, new_tokens, on_token=note_prefill)
+    if new_tokens > 1:
+        costs["decode"] = mode.cost - costs["prefill"]
     return costs
 
 
@@ -148,7 +172,7 @@ def predict_stage(
         )
     if not 1 <= batch <= MAX_BATCH:
         raise UsageError(f"The batch is {batch}; it must lie between 1 and {MAX_BATCH:,}.")
-    model = meta_twin(config, DTYPES[ceilings.dtype], positions=context + 1)
+    model = stage.prepared(meta_twin(config, DTYPES[ceilings.dtype], positions=context + 1))
     prefill = count_run(stage, model, context, 1, batch)
     step = count_run(stage, model, context - 1, 2, batch) - count_run(stage, model, context - 1, 1, batch)
     return [Position("prefill", prefill, ceilings), Position("decode", step, ceilings)]

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from minillm.device import wait_for
-from minillm.generation import Recorder
+from minillm.generation import Recorder, Run
 from minillm.model import Transformer
 from minillm.roofline.ceilings import Ceilings
 from minillm.roofline.counting import Cost, CountingMode, Operator
 from minillm.roofline.plot import si
-from minillm.roofline.position import predict
+from minillm.roofline.position import phase_costs_of_run, predict
 from minillm.sampling import greedy
 from minillm.stages import Stage
 
@@ -56,17 +56,21 @@ def profile_phases(
     stage: Stage, model: Transformer, prompt: Sequence[int], new_tokens: int, ceilings: Ceilings, batch: int = 1
 ) -> dict[str, list[Kind]]:
     """Run a stage on `batch` copies of a prompt with every operator timed. By phase, the kinds of operator, slowest first."""
-    prefill, run = (_run_timed(stage, model, prompt, n, batch) for n in (1, new_tokens))
+    if stage.run is None:
+        timed = _TimingMode(model.device)
+        costs = phase_costs_of_run(timed, stage, model, prompt, new_tokens)
+        return {phase: _by_kind(cost, timed, ceilings) for phase, cost in costs.items()}
+    prefill, run = (_run_timed(stage.run, model, prompt, n, batch) for n in (1, new_tokens))
     kinds = {"prefill": _by_kind(prefill.cost, prefill, ceilings)}
     if new_tokens > 1:
         kinds["decode"] = _by_kind(run.cost - prefill.cost, run, ceilings)
     return kinds
 
 
-def _run_timed(stage: Stage, model: Transformer, prompt: Sequence[int], new_tokens: int, batch: int) -> _TimingMode:
+def _run_timed(run: Run, model: Transformer, prompt: Sequence[int], new_tokens: int, batch: int) -> _TimingMode:
     tokens = torch.tensor([list(prompt)] * batch, device=model.device)
     with torch.inference_mode(), _TimingMode(model.device) as mode:
-        stage.run(model, tokens, new_tokens, greedy, Recorder(model.device))
+        run(model, tokens, new_tokens, greedy, Recorder(model.device))
     return mode
 
 
