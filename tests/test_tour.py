@@ -1,6 +1,5 @@
 """The tour on a tiny model: prediction first, the same text from every stage, and results that agree with one another."""
 
-import copy
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,7 +17,7 @@ import minillm
 from minillm import tour as tour_module
 from minillm.cli import main
 from minillm.config import KNOWN_MODELS
-from minillm.errors import UsageError
+from minillm.errors import MinillmError, UsageError
 from minillm.generation import Generation
 from minillm.model import Transformer
 from minillm.roofline.ceilings import CeilingMeter, Ceilings
@@ -294,14 +293,15 @@ def test_a_checkpoint_without_a_template_goes_on_from_the_plain_prompt(
 def test_a_stage_that_this_model_cannot_run_is_left_out_with_the_reason(
     tiny: tuple[Transformer, Tokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    double = copy.deepcopy(tiny[0]).double()  # the kernels of quantized weights take fp32 and bf16
-    monkeypatch.setattr(CeilingMeter, "_measure", lambda self: SAMPLE)
-    output = StringIO()
-    tour = run_tour(double, tiny[1], Console(file=output, width=500), stages=["gqa", "quantization"], max_new_tokens=2)
+    def refuse(model: Transformer) -> Transformer:
+        raise MinillmError("int8 has no kernel here: use another device.")
+
+    monkeypatch.setitem(STAGES, "quantization", replace(STAGES["quantization"], prepare=refuse))
+    tour, output = show(tiny, monkeypatch, stages=["gqa", "quantization"], max_new_tokens=2)
     assert [result.stage for result in tour.stages] == ["gqa"]
-    assert "quantization is left out: tiny is in float64" in output.getvalue()
-    with pytest.raises(UsageError, match="tiny is in float64"):
-        run_tour(double, tiny[1], Console(file=output), stages=["quantization"], max_new_tokens=2)
+    assert "quantization is left out: int8 has no kernel here: use another device." in output
+    with pytest.raises(MinillmError, match="no kernel here"):
+        show(tiny, monkeypatch, stages=["quantization"], max_new_tokens=2)
 
 
 def test_a_prompt_may_hold_what_looks_like_an_emoji_code(capsys: pytest.CaptureFixture[str]) -> None:
