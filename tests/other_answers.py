@@ -586,10 +586,180 @@ def batch_guesses():
     return 9.17, 19.8
 """
 
+# A loop over rows in float64, zeros from the largest weight, products group by group.
+CHAPTER_5 = """
+import math
+
+import numpy as np
+import torch
+
+
+def absmax_quantize(w):
+    codes, scales = torch.zeros(w.shape, dtype=torch.int8), torch.empty(len(w), 1)
+    for i, row in enumerate(w.tolist()):
+        scales[i] = max(map(abs, row)) / 127 or 1e-30
+        codes[i] = torch.tensor([round(x / scales[i].item()) for x in row])
+    return codes, scales
+
+
+def zeropoint_quantize(w, group_size):
+    from minillm.errors import UsageError
+
+    groups, rest = divmod(w.shape[1], group_size)
+    if rest or not groups:
+        raise UsageError("no")
+    x = w.double().reshape(-1, group_size)
+    high = x.max(1).values
+    s = (high - x.min(1).values) / 15
+    s[s == 0] = 1e-3
+    z = high - 7 * s
+    z[x.min(1).values == high] = high[x.min(1).values == high]
+    codes = torch.floor((x - z[:, None]) / s[:, None] + 8.5).clamp(0, 15).byte()
+    return codes.reshape(w.shape), s.reshape(-1, groups), z.reshape(-1, groups)
+
+
+def pack_nibbles(codes):
+    return (codes.reshape(len(codes), -1, 2).int() * torch.tensor([16, 1])).sum(2).byte()
+
+
+def unpack_nibbles(packed):
+    codes = torch.empty(len(packed), 2 * packed.shape[1], dtype=torch.uint8)
+    codes[:, ::2], codes[:, 1::2] = packed // 16, packed % 16
+    return codes
+
+
+def groupwise_matmul(x, codes, scales, zeros):
+    g = codes.shape[1] // scales.shape[1]
+    out = 0
+    for i, part in enumerate(x.float().split(g, dim=1)):
+        q = codes[:, i * g : i * g + g].int() - 8
+        out = out + part @ q.float().T * scales[:, i] + part.sum(1, keepdim=True) * zeros[:, i]
+    return out.to(x.dtype)
+
+
+def error_bound(x, scales):
+    s = np.repeat(scales.numpy(), x.shape[1] // scales.shape[1], axis=1)
+    return np.einsum("mk,nk->mn", np.abs(x.numpy()), s / 2)
+
+
+def quantize_kv(x, axis):
+    if axis == "channel":
+        codes, scales = quantize_kv(x.transpose(2, 3), "token")
+        return codes.transpose(2, 3), scales.transpose(2, 3)
+    codes, scales = absmax_quantize(x.flatten(0, 2))
+    return codes.reshape(x.shape), scales.reshape(*x.shape[:3], 1)
+
+
+def bits_per_weight(bits, group_size, scale_bits=16.0, zero_bits=16.0):
+    return np.float64(bits * group_size + scale_bits + zero_bits) / group_size
+
+
+def step_bytes(config, batch, context, weight_bits=16.0, kv_bits=16.0):
+    return config.matmul_params * weight_bits / 8 + batch * context * config.kv_bytes_per_token(1) * kv_bits / 8
+
+
+def weight_only_gain(config, batch, context, peak, bandwidth, weight_bits):
+    kv = step_bytes(config, batch, context) - step_bytes(config, 0, context)
+    seconds = []
+    for bits in (16, weight_bits):
+        linear = np.maximum(2 * batch * config.matmul_params / peak, config.streamed_params * bits / 8 / bandwidth)
+        seconds.append(linear + kv / bandwidth)
+    return seconds[0] / seconds[1]
+
+
+def gain_ends(peak, bandwidth, weight_bits):
+    first = 0
+    while 2 * (first + 1) / peak <= weight_bits / 8 / bandwidth:
+        first += 1
+    second = first + 1
+    while 2 * second / peak < 2 / bandwidth:
+        second += 1
+    return [first, second]
+
+
+def quantized_guesses():
+    return 308, 494, 1.24
+"""
+
+# Cells of equal width in place of points: half a step is lost at the ends. And what the package has.
+CHAPTER_5_CELLS = """
+import math
+
+import torch
+import torch.nn.functional as F
+
+from minillm.stages import quantizers
+
+
+def absmax_quantize(w):
+    codes, scales = quantizers.absmax_int8(w.contiguous())
+    return codes, scales.float()
+
+
+def zeropoint_quantize(w, group_size):
+    if w.shape[1] % group_size:
+        raise ValueError
+    groups = w.float().reshape(len(w), -1, group_size)
+    low, width = groups.min(2, keepdim=True)[0], groups.max(2, keepdim=True)[0] - groups.min(2, keepdim=True)[0]
+    s = (width / 16).clamp_min(1e-35)
+    codes = ((groups - low) / s).floor().clamp(0, 15)
+    z = torch.where(width > 0, low + 8.5 * s, low + 8 * s)
+    return codes.byte().reshape(w.shape), s[..., 0], z[..., 0]
+
+
+def pack_nibbles(codes):
+    return quantizers.pack_nibbles(codes)
+
+
+def unpack_nibbles(packed):
+    table = torch.cartesian_prod(torch.arange(16), torch.arange(16)).byte()
+    return table[packed.int()].reshape(len(packed), -1)
+
+
+def groupwise_matmul(x, codes, scales, zeros):
+    return F.linear(x, quantizers.dequantize_int4(codes, scales, zeros).type_as(x))
+
+
+def error_bound(x, scales):
+    each = F.avg_pool1d(x.abs()[None], x.shape[1] // scales.shape[1])[0]
+    return F.linear(each, scales) * (x.shape[1] // scales.shape[1] / 2)
+
+
+def quantize_kv(x, axis):
+    dim = {"token": -1, "channel": -2}[axis]
+    x = x.double()
+    s = (x.abs().amax(dim, keepdim=True) / 127.5).clamp_min(1e-30)
+    return (x / s).round().clamp(-127, 127).char(), s
+
+
+def bits_per_weight(bits, group_size, scale_bits=16.0, zero_bits=16.0):
+    return bits + scale_bits / group_size + zero_bits / group_size
+
+
+def step_bytes(config, batch, context, weight_bits=16.0, kv_bits=16.0):
+    linear = config.n_layers * config.layer_matmul_params + config.vocab_size * config.d_model
+    return 0.125 * (weight_bits * linear + kv_bits * batch * context * config.kv_bytes_per_token(1))
+
+
+def weight_only_gain(config, batch, context, peak, bandwidth, weight_bits):
+    P, ridge = config.matmul_params, peak / bandwidth  # in bytes that are read meanwhile
+    kv = batch * context * config.kv_bytes_per_token(2)
+    return (max(2 * P * batch / ridge, 2 * P) + kv) / (max(2 * P * batch / ridge, P * weight_bits / 8) + kv)
+
+
+def gain_ends(peak, bandwidth, weight_bits):
+    return torch.tensor([math.floor(peak * weight_bits / (16 * bandwidth)), -(-peak // bandwidth)])
+
+
+def quantized_guesses():
+    return [301.0, 478.0, 1.2]
+"""
+
 OTHER_ANSWERS = {
     "ch00": [CHAPTER_0],
     "ch01": [CHAPTER_1],
     "ch02": [CHAPTER_2 + PREALLOCATED, CHAPTER_2 + TOKEN_BY_TOKEN, CHAPTER_2 + PACKAGE_PARTS],
     "ch03": [CHAPTER_3 + MANUAL, CHAPTER_3 + HEAD_BY_HEAD, CHAPTER_3 + PACKAGE],
     "ch04": [CHAPTER_4, CHAPTER_4_LISTS],
+    "ch05": [CHAPTER_5, CHAPTER_5_CELLS],
 }

@@ -59,6 +59,20 @@ EXERCISES: dict[str, dict[str, int]] = {
         "users_that_fit": 2,
         "batch_guesses": 1,
     },
+    "ch05": {
+        "absmax_quantize": 2,
+        "zeropoint_quantize": 2,
+        "pack_nibbles": 1,
+        "unpack_nibbles": 1,
+        "groupwise_matmul": 2,
+        "error_bound": 1,
+        "quantize_kv": 1,
+        "bits_per_weight": 1,
+        "step_bytes": 1,
+        "weight_only_gain": 2,
+        "gain_ends": 1,
+        "quantized_guesses": 1,
+    },
 }
 
 DIGESTS: dict[str, str] = {
@@ -76,6 +90,9 @@ DIGESTS: dict[str, str] = {
     "ch03/solution.py": "fdceb666ceef3b7b89ccc8dd2d2993fb3d547cff78ae66f64d6faada2f085ee1",
     "ch03/test_exercise.py": "a84a53aeb682a478d9430a701eada61810e80ee7a0ecace27ea2e08fca481c25",
     "ch04/mutants.py": "d6178681f1a61c176f7f5e0776ff5cadd71cb154025dcab628d1f7902c9e5eea",
-    "ch04/solution.py": "e104a4b8b34f3db5f8393b7e24c1931d8eac7498af5aa98f0e93dd45c921eede",
+    "ch04/solution.py": "e3dedcbefe4edfda7dca6cf38f7e9f353c9b14b9a87bb5582166a9a4821519c5",
     "ch04/test_exercise.py": "1f2a08d46a0800a2e9f8dd44f4418f0896667f3fba363aae7d4f60f160eeeda2",
+    "ch05/mutants.py": "8c20c9a97eaa55a65b56a1e02e1e969c32161364efa53c8374d9668f77609946",
+    "ch05/solution.py": "77e5db7529f259b48d49b489b8204190938c09803ff6afcda9826ae7caee7d52",
+    "ch05/test_exercise.py": "ef77ac62faa5b4744d73438b4b2be7551fc9b4aa42447b9f44635281b3ee9e40",
 }
