@@ -130,6 +130,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     predict.add_argument("--json", metavar="FILE", help="write the prediction as JSON")
 
+    evaluate = _command(
+        commands, "evaluate", _evaluate, "what quantization does to a model: bytes, perplexity, KL, agreement, speed"
+    )
+    _model_options(evaluate)
+    evaluate.add_argument(
+        "--schemes", metavar="A,B", help="of fp32, bf16, fp16, int8, int4, w8a8, fp8, int8_kv (default: most of them)"
+    )
+    evaluate.add_argument("--group-size", metavar="G,G", help="groups of int4, of 32, 64, 128 (default: 32,64)")
+    evaluate.add_argument("--text", metavar="FILE", help="what to score on (default: prose that the package ships)")
+    evaluate.add_argument("--tokens", type=int, default=512, metavar="N", help="of the text, at most (default: 512)")
+    evaluate.add_argument("--json", metavar="FILE", help="write the table as JSON")
+
     grade = _command(
         commands, "grade", _grade, "the scorecard of the exercises: passed, failed, not attempted, not graded"
     )
@@ -347,6 +359,12 @@ def _predict(args: argparse.Namespace) -> None:
     if args.json:
         names = {key: getattr(args, key) for key in ("model", "hardware", "stage", "batch", "context")}
         write_json(args.json, names | {"phases": [p.as_json() for p in positions]})
+
+
+def _evaluate(args: argparse.Namespace) -> None:
+    from minillm.evaluate_command import evaluate
+
+    evaluate(args)
 
 
 def _grade(args: argparse.Namespace) -> None:

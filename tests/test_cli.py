@@ -16,7 +16,7 @@ from minillm.cli import main
 from minillm.errors import MinillmError
 from minillm.roofline.ceilings import CeilingMeter
 
-COMMANDS = ["tour", "generate", "batch", "roofline", "predict", "doctor"]
+COMMANDS = ["tour", "generate", "batch", "roofline", "predict", "evaluate", "doctor"]
 PREDICT = ["predict", "--model", "tiny", "--hardware", "h100-sxm", "--stage", "kv_cache"]
 GENERATE = ["generate", "hi", "--model", "tiny", "--device", "cpu", "--max-new-tokens", "3"]
 TOUR = ["tour", "--model", "tiny", "--device", "cpu", "--max-new-tokens", "2"]
