@@ -8,8 +8,8 @@ A_CODES = "(w / scales).round().to(torch.int8)"
 Z_RAISE = 'raise ValueError(f"groups of {group_size} do not divide {w.shape[1]} columns")'
 Z_LOW_HIGH = "low, high = groups.amin(dim=2, keepdim=True), groups.amax(dim=2, keepdim=True)"
 Z_SCALES = "scales = torch.where(high > low, (high - low) / 15, 1.0)"
-Z_CODES = "codes = ((groups - low) / scales).round().clamp(0, 15)"
-Z_ZEROS = "zeros = torch.where(high > low, low + 8 * scales, low + 8)"
+Z_CODES = "codes = ((groups - zeros) / scales + 8).round().clamp(0, 15)"
+Z_ZEROS = "zeros = torch.where(high > low, low + 8 * scales, low)"
 PACK = "return codes[:, ::2] << 4 | codes[:, 1::2]"
 UNPACK = "torch.stack([packed >> 4, packed & 15], dim=2).flatten(1)"
 G_GROUPS = "groups = codes.unflatten(1, (scales.shape[1], -1)).float() - 8"
@@ -51,25 +51,27 @@ MUTANTS = [
     Mutant("absmax_quantize", "Clips outliers at three standard deviations.", (A_LARGEST, "largest = torch.minimum(w.abs().amax(dim=1, keepdim=True), 3 * w.square().mean(1, keepdim=True).sqrt())"), (".round()", ".round().clamp(-127, 127)"), says="law"),
     Mutant("absmax_quantize", "Fails for a row of zeros.", ("torch.where(largest > 0, largest / 127, 1.0)", "largest / 127 / (largest > 0)"), says="NaN"),
     # zeropoint_quantize
-    Mutant("zeropoint_quantize", "Gives the value of code 0 as the zero.", (Z_ZEROS, "zeros = low"), says="not of code 0"),
-    Mutant("zeropoint_quantize", "Gives the code of 0 as the zero.", (Z_ZEROS, "zeros = 8 - (low + 8 * scales) / scales")),
-    Mutant("zeropoint_quantize", "Gives the zero a wrong sign.", (Z_ZEROS, "zeros = -(low + 8 * scales)"), says="sign of z"),
-    Mutant("zeropoint_quantize", "Gives the middle of the group as the zero.", (Z_ZEROS, "zeros = torch.where(high > low, (low + high) / 2, low + 8)"), says="7.5"),
+    Mutant("zeropoint_quantize", "Gives the value of code 0 as the zero.", ("scales.squeeze(2), zeros.squeeze(2)", "scales.squeeze(2), low.squeeze(2)"), says="not of code 0"),
+    Mutant("zeropoint_quantize", "Gives the code of 0 as the zero.", ("zeros.squeeze(2)", "(8 - zeros / scales).squeeze(2)")),
+    Mutant("zeropoint_quantize", "Gives the zero a wrong sign.", ("zeros.squeeze(2)", "-zeros.squeeze(2)"), says="sign of z"),
+    Mutant("zeropoint_quantize", "Gives the middle of the group as the zero.", ("zeros.squeeze(2)", "((low + high) / 2).squeeze(2)"), says="7.5"),
     Mutant("zeropoint_quantize", "Counts 16 steps between 16 codes.", ("(high - low) / 15", "(high - low) / 16"), says="law"),
     Mutant("zeropoint_quantize", "Counts 14 steps.", ("(high - low) / 15", "(high - low) / 14"), says="15 steps"),
     Mutant("zeropoint_quantize", "Is symmetric around 0.", (Z_LOW_HIGH, "high = groups.abs().amax(dim=2, keepdim=True)\n    low = -high"), says="symmetric"),
     Mutant("zeropoint_quantize", "Shares a scale in the whole row.", (Z_LOW_HIGH, "low, high = (x.expand(-1, groups.shape[1], 1) for x in (groups.amin((1, 2), keepdim=True), groups.amax((1, 2), keepdim=True)))"), says="whole row"),
     Mutant("zeropoint_quantize", "Groups every K/g-th column.", ("unflatten(1, (-1, group_size))", "unflatten(1, (group_size, -1)).transpose(1, 2)"), ("flatten(1), scales", "transpose(1, 2).flatten(1), scales")),
     Mutant("zeropoint_quantize", "Groups rows in place of columns.", ("groups = w.float().unflatten(1, (-1, group_size))", "groups = w.float().reshape(-1, len(w), group_size).transpose(0, 1)"), ("codes.to(torch.uint8).flatten(1)", "codes.to(torch.uint8).transpose(0, 1).reshape(w.shape)")),
-    Mutant("zeropoint_quantize", "Cuts off in place of rounding.", (".round()", ""), says="cuts off"),
+    Mutant("zeropoint_quantize", "Cuts off in place of rounding.", (Z_CODES, "codes = ((groups - low) / scales).clamp(0, 15)"), says="cuts off"),
     Mutant("zeropoint_quantize", "Stretches every group to 0.", (Z_LOW_HIGH, "low, high = groups.amin(dim=2, keepdim=True).clamp_max(0), groups.amax(dim=2, keepdim=True).clamp_min(0)"), says="as large as they need be"),
     Mutant("zeropoint_quantize", "Divides equal weights by 0.", (Z_SCALES, "scales = (high - low) / 15"), says="above 0"),
     Mutant("zeropoint_quantize", "Loses equal weights.", (Z_ZEROS, "zeros = low + 8 * scales"), (Z_SCALES, "scales = ((high - low) / 15).clamp_min(1e-5)")),
-    Mutant("zeropoint_quantize", "Forgets where equal weights lie.", ("low + 8)", "0.0 * low)"), says="law"),
-    Mutant("zeropoint_quantize", "Rounds the zero to a whole number of steps, as integer zero points are.", (Z_ZEROS, "zeros = torch.where(high > low, (low / scales).round() * scales + 8 * scales, low + 8)"), says="law"),
+    Mutant("zeropoint_quantize", "Forgets where equal weights lie.", ("low + 8 * scales, low)", "low + 8 * scales, 0.0)"), says="equal weights"),
+    Mutant("zeropoint_quantize", "Loses small equal weights in 8 steps of 1.", (Z_ZEROS, "zeros = low + 8 * scales"), says="equal weights"),
+    Mutant("zeropoint_quantize", "Puts the smallest weight on code 8.", (Z_ZEROS, "zeros = low"), says="law"),
+    Mutant("zeropoint_quantize", "Rounds the zero to whole steps after the codes, as for an integer zero point.", ("zeros.squeeze(2)", "torch.where(high > low, (zeros / scales).round() * scales, zeros).squeeze(2)"), says="law"),
     Mutant("zeropoint_quantize", "Stores zeros in 16 bits after the codes.", ("zeros.squeeze(2)", "zeros.squeeze(2).bfloat16().float()"), says="changed after"),
     Mutant("zeropoint_quantize", "Computes in the dtype of w.", ("w.float()", "w"), ("scales.squeeze(2), zeros.squeeze(2)", "scales.squeeze(2).float(), zeros.squeeze(2).float()")),
-    Mutant("zeropoint_quantize", "Gives code 0 to the largest weight.", ("(groups - low)", "(high - groups)"), says="code 15"),
+    Mutant("zeropoint_quantize", "Gives code 0 to the largest weight.", ("(groups - zeros) / scales + 8", "(high - groups) / scales"), says="code 15"),
     Mutant("zeropoint_quantize", "Takes any group size.", (Z_RAISE, "w = w[:, : w.shape[1] // group_size * group_size]\n    if group_size > w.shape[1]:\n        group_size = 1"), says="ValueError"),
     Mutant("zeropoint_quantize", "Leaves it to PyTorch to fail.", ("if w.shape[1] % group_size:", "if False:"), says="RuntimeError"),
     Mutant("zeropoint_quantize", "Pads the last group.", (Z_RAISE, "w = torch.nn.functional.pad(w, (0, -w.shape[1] % group_size))"), says="ValueError"),
@@ -175,6 +177,7 @@ MUTANTS = [
     Mutant("weight_only_gain", "Shares keys and values among users.", ("context * batch", "context"), says="Each user"),
     Mutant("weight_only_gain", "Counts a multiplication and an addition as one.", ("2 * P * batch", "P * batch"), says="addition"),
     Mutant("weight_only_gain", "Stores every query head.", ("n_kv_heads", "n_heads"), says="query heads"),
+    Mutant("weight_only_gain", "Reads the input embedding.", ("    computing =", "    P = config.parameter_count\n    computing ="), says="embedding"),
     Mutant("weight_only_gain", "Has a computing bound before it quantizes, and none after.", ("(max(computing, P * weight_bits / 8 / bandwidth)", "(P * weight_bits / 8 / bandwidth")),
     # gain_ends
     Mutant("gain_ends", "Rounds the first up.", ("floor(ridge", "ceil(ridge"), says="first down"),

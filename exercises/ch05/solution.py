@@ -60,8 +60,8 @@ def zeropoint_quantize(w: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tens
     groups = w.float().unflatten(1, (-1, group_size))  # (N, K) -> (N, K/g, g)
     low, high = groups.amin(dim=2, keepdim=True), groups.amax(dim=2, keepdim=True)
     scales = torch.where(high > low, (high - low) / 15, 1.0)
-    codes = ((groups - low) / scales).round().clamp(0, 15)
-    zeros = torch.where(high > low, low + 8 * scales, low + 8)
+    zeros = torch.where(high > low, low + 8 * scales, low)
+    codes = ((groups - zeros) / scales + 8).round().clamp(0, 15)
     return codes.to(torch.uint8).flatten(1), scales.squeeze(2), zeros.squeeze(2)
     # END SOLUTION
 

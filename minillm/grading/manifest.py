@@ -92,7 +92,7 @@ DIGESTS: dict[str, str] = {
     "ch04/mutants.py": "d6178681f1a61c176f7f5e0776ff5cadd71cb154025dcab628d1f7902c9e5eea",
     "ch04/solution.py": "e3dedcbefe4edfda7dca6cf38f7e9f353c9b14b9a87bb5582166a9a4821519c5",
     "ch04/test_exercise.py": "1f2a08d46a0800a2e9f8dd44f4418f0896667f3fba363aae7d4f60f160eeeda2",
-    "ch05/mutants.py": "8c20c9a97eaa55a65b56a1e02e1e969c32161364efa53c8374d9668f77609946",
-    "ch05/solution.py": "77e5db7529f259b48d49b489b8204190938c09803ff6afcda9826ae7caee7d52",
-    "ch05/test_exercise.py": "ef77ac62faa5b4744d73438b4b2be7551fc9b4aa42447b9f44635281b3ee9e40",
+    "ch05/mutants.py": "81502565c446fdd77fb98504327dcf4c470b6798dda81cc73c83989d7a66f4e5",
+    "ch05/solution.py": "c6042fb638d04ae833a44c124ea81ab19e8fad16ad85c4ac6ccebc978b2dd17c",
+    "ch05/test_exercise.py": "fe2ec95c7cad9a2cee7a6af59b0b126f1c6ba0c9ace5d4cea84069560762f4c3",
 }
