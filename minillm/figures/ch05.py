@@ -36,7 +36,7 @@ def grids(weights: Sequence[float], values: Mapping[str, Sequence[float]]) -> Pi
 def nibbles(codes: Sequence[int]) -> Picture:
     """Codes of 4 bits, two to a byte: the even one in the upper half."""
     result, axes = picture(f"{len(codes)} codes of 4 bits in {len(codes) // 2} bytes", height=1.75)
-    blank(axes, 8 * len(codes) // 2 + 9.5, 5.8)
+    blank(axes, 3.5 + 4.0 * len(codes) + 0.7 * (len(codes) // 2), 5.8)
     for text, y in (("codes", 4.5), ("bits", 2.9), ("bytes", 1.0)):
         axes.text(0.2, y, text, fontsize=8.5, va="center")
     for i, code in enumerate(codes):
@@ -65,9 +65,12 @@ def outlier(errors: Mapping[str, Sequence[float]], at: int) -> Picture:
         axes.bar(range(len(row)), row, width=1.0, color=BLUE)
         axes.axvline(at, color=ORANGE, linestyle="--", linewidth=1)
         axes.set_title(name, fontsize=8.5)
-        axes.set_xlabel("column; dashed: the large weight")
+        axes.set_xlabel("column")
         plain(axes)
     all_axes[0, 0].set_ylabel("|w - restored w|")
+    top = all_axes[0, 0].get_ylim()[1]
+    all_axes[0, -1].annotate("the large weight", (at, top), xytext=(4, 0), textcoords="offset points", fontsize=7.5,
+                             va="top", color=ORANGE)  # fmt: skip
     return result
 
 
@@ -77,11 +80,11 @@ def loss(points: Mapping[str, tuple[float, float]], hollow: Sequence[str] = ()) 
     result, axes = picture(alt, height=2.9)
     for name, (bits, kl) in points.items():
         axes.plot(bits, kl, "o", color=BLUE, markerfacecolor="white" if name in hollow else BLUE, markersize=6)
-        axes.annotate(name, (bits, kl), xytext=(7, 3), textcoords="offset points", fontsize=8)
+        axes.annotate(name, (bits, kl), xytext=(3, 6), textcoords="offset points", fontsize=8, rotation=28)
     highest = max(bits for bits, _ in points.values())
     axes.set(yscale="log", xlabel="bits a weight, scales and zeros included", ylabel="KL, nats a token")
-    axes.set_xlim(None, highest + 0.28 * (highest - min(bits for bits, _ in points.values())))
-    axes.margins(y=0.15)
+    axes.set_xlim(None, highest + 0.22 * (highest - min(bits for bits, _ in points.values())))
+    axes.set_ylim(None, 12 * max(kl for _, kl in points.values()))
     axes.grid(True, color="0.92")
     plain(axes)
     return result
@@ -104,7 +107,7 @@ def two_roofs(stages: Mapping[str, Sequence[Position]], low: Ceilings, high: Cei
             fill = "white" if position.phase == "decode" else COLORS[i]
             label = name if position.phase == "decode" else None
             axes.plot(position.cost.intensity, position.achieved, DOTS[i], color=COLORS[i], markerfacecolor=fill,
-                      markersize=7, label=label)  # fmt: skip
+                      markersize=6 + 0.9 * (len(stages) - i), label=label)  # fmt: skip
     axes.set(xscale="log", yscale="log", xlim=(left, right), ylim=(bottom, high.peak * 2.2))
     axes.set(xlabel="FLOP per byte", ylabel="FLOP/s")
     axes.legend(fontsize=8, frameon=False, loc="lower right", title="hollow: decode, filled: prefill", title_fontsize=8)
