@@ -83,7 +83,7 @@ class Scheduler:
     At most `max_batch` requests run at a time, and together they never keep more than `max_tokens` tokens in the cache. From
     the moment it is admitted, a request counts with all that it may come to keep: its prompt and its longest answer without
     the last token, which is never fed back. So what was admitted runs until it is done, in every step.
-        scheduler_step      3 points: who runs
+        scheduler_step   3 points: who runs
         scheduler_refuses   1 point: a request that could never run
     """
 
