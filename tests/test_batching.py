@@ -430,6 +430,20 @@ def test_a_slot_is_filled_in_the_step_after_it_is_left(model: Transformer) -> No
     assert ran == [[0, 1], [0, 1], [2, 1], [2, 1], [2, 1], [3]]
 
 
+def test_a_step_without_requests_runs_nothing_and_finishes_none(model: Transformer) -> None:
+    engine = Engine(model, max_batch=2, max_length=20)
+    with Steps(model) as steps:
+        assert engine.step() == []
+        row = Row(model, Request([3, 1, 4], 2))
+        engine.submit(row)
+        assert [engine.step(), engine.step()] == [[], [row]]
+        assert engine.step() == engine.step() == []  # what had finished is not told again
+        assert (steps.n, engine.steps, engine.busy) == (2, 2, False)
+        engine.submit(Row(model, Request([3, 1, 4], 1)))
+        assert len(engine.step()) == 1
+    assert row.generation().tokens == alone(model, [3, 1, 4], 2)
+
+
 def test_gaps_are_closed_by_the_last_running_row(model: Transformer) -> None:
     scheduler = Scheduler(5, 20)
     rows = [row_of(model, 6, 2, id=i) for i in range(5)]
@@ -545,6 +559,30 @@ def test_static_batches_take_the_steps_of_their_longest_answers(model: Transform
     with Steps(model) as steps:
         static_batching.generate(model, stops)
     assert steps.n == max(text.index(text[4]) + 1 for text in free)  # a batch in which all have ended is done
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("can't allocate memory")]
+)
+def test_a_cache_that_the_device_cannot_hold_is_refused_in_one_sentence(
+    error: Exception, model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def empty(*args: Any, **kwargs: Any) -> Tensor:
+        raise error
+
+    monkeypatch.setattr(torch, "empty", empty)
+    with pytest.raises(MinillmError) as caught:
+        Engine(model, max_batch=1000, max_length=64_000)
+    monkeypatch.undo()
+    # 2 layers, keys and values of 2 heads of 8 float64 each: 512 bytes a token, 32.768 GB
+    assert "A cache of 1000 slots of 64000 tokens takes 32.8 GB, which cpu does not have free: " in str(caught.value)
+    assert is_one_sentence(str(caught.value))
+
+
+def test_a_cache_beyond_any_memory_is_refused_in_one_sentence(model: Transformer) -> None:
+    with pytest.raises(MinillmError, match="which cpu does not have free") as caught:
+        Engine(model, max_batch=2, max_length=10**15)
+    assert is_one_sentence(str(caught.value))
 
 
 # --- Bad requests ----------------------------------------------------------------------------------------------------

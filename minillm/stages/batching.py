@@ -13,6 +13,7 @@ Invariants: the running requests hold the slots 0 to n-1, in the order of the ro
 what running requests may still write never exceeds the cache, so no request, once admitted, is ever thrown out.
 """
 
+import math
 from collections import deque
 from collections.abc import Collection, Sequence
 from itertools import accumulate
@@ -91,7 +92,8 @@ class SlottedCache:
     """Keys and values of up to `slots` sequences with lengths of their own, each filled from the left of its slot.
 
     Before a pass, `pack` says how many tokens of which slot it brings. Slots that are not in use, however many, cost memory and
-    no time: attention reads the slots of running requests, up to the longest of them.
+    no time: attention reads the slots of running requests, up to the longest of them. Raises `MinillmError` where the device
+    has no room for them.
     """
 
     def __init__(self, model: Transformer, slots: int, capacity: int) -> None:
@@ -101,8 +103,15 @@ class SlottedCache:
         self.capacity = capacity  # tokens that a slot holds
         blocks = -(-capacity // BLOCK)
         shape = (config.n_layers, slots, config.n_kv_heads, blocks * BLOCK, config.head_dim)
-        self.keys = torch.empty(shape, dtype=model.dtype, device=model.device)
-        self.values = torch.empty_like(self.keys)
+        try:
+            self.keys = torch.empty(shape, dtype=model.dtype, device=model.device)
+            self.values = torch.empty_like(self.keys)
+        except (RuntimeError, MemoryError):  # torch.OutOfMemoryError is a RuntimeError
+            size = 2 * math.prod(shape) * model.dtype.itemsize / 1e9
+            raise MinillmError(
+                f"A cache of {slots} slots of {capacity} tokens takes {size:.1f} GB, which {model.device} does not have free: "
+                "run fewer or shorter requests at a time."
+            ) from None
         self._finite = 0  # columns that were set to 0 in all slots
         self.lengths = [0] * slots  # S of each slot, as the host knows it
         self._slots = torch.arange(slots, device=self.device)
@@ -205,7 +214,7 @@ class Engine:
     """Serves requests, each of which comes when it comes: `submit` at any time, then `step` until `busy` is False.
 
     `max_batch` requests run at a time, of at most `max_length` tokens each and `max_tokens` all together. Memory for
-    max_batch x max_length tokens is taken at once.
+    max_batch x max_length tokens is taken at once; raises `MinillmError` where the device has less.
     """
 
     def __init__(self, model: Transformer, max_batch: int, max_length: int, max_tokens: int | None = None) -> None:
@@ -226,10 +235,15 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Row]:
-        """One pass of the model: every running request gets its next token. Returns those that this finished."""
+        """One pass of the model: every running request gets its next token. Returns those that this finished.
+
+        With no request to run, none finishes and the model does not run.
+        """
         for source, target in self.scheduler.schedule():
             self.cache.move(source, target)
         rows = self.scheduler.running
+        if not rows:
+            return []
         for slot, row in enumerate(rows):
             if row.is_new:
                 self.cache.clear(slot)
