@@ -182,7 +182,7 @@ def latent_flops(config: LatentConfig, cached: int) -> Picture:
     absorbed = 4 * config.d_latent * T * cached + up * T
     crossing = up * cached / (4 * (config.d_latent - config.d_qk) * cached + up)
     axes.plot(T, expanded, "--", color=ORANGE, label="expanded: keys and values of all S tokens are made")
-    axes.plot(T, absorbed, "-", color=BLUE, label="absorbed: queries and outputs of T tokens are turned")
+    axes.plot(T, absorbed, "-", color=BLUE, label="absorbed: queries and outputs of T tokens are multiplied")
     axes.plot(crossing, np.interp(crossing, T, absorbed), "o", color=DARK, markerfacecolor="white", markersize=8)
     axes.annotate(f"T = {crossing:.0f}", (crossing, np.interp(crossing, T, absorbed)), xytext=(10, -12),
                   textcoords="offset points", fontsize=9)  # fmt: skip

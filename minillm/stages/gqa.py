@@ -34,7 +34,8 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = N
     sees all. Query head h reads KV head h // G. Returns (B, Hq, 1, D).
     """
     B, Hq, _, D = q.shape
-    rows = q.reshape(B, k.shape[1], -1, D)  # (B, Hq, 1, D) -> (B, Hkv, G, D): a group's queries are rows of one matrix
+    G = Hq // k.shape[1]
+    rows = q.reshape(B, -1, G, D)  # (B, Hq, 1, D) -> (B, Hkv, G, D): a group's queries are rows of one matrix
     return F.scaled_dot_product_attention(rows, k, v, attn_mask=visible).reshape(B, Hq, 1, D)
 
 
@@ -109,9 +110,8 @@ def with_kv_heads(model: Transformer, n_kv_heads: int) -> Transformer:
     would be. Raises `UsageError` unless one number of KV heads divides the other, and the query heads divide into the new one.
     """
     config, before = model.config, model.config.n_kv_heads
-    possible = [
-        n for n in range(1, config.n_heads + 1) if config.n_heads % n == 0 and max(before, n) % min(before, n) == 0
-    ]
+    divisors = [n for n in range(1, config.n_heads + 1) if config.n_heads % n == 0]
+    possible = [n for n in divisors if before % n == 0 or n % before == 0]
     if n_kv_heads not in possible:
         raise UsageError(
             f"{config.name} has {config.n_heads} query heads on {before} KV heads, which cannot become {n_kv_heads}: "
@@ -126,7 +126,8 @@ def with_kv_heads(model: Transformer, n_kv_heads: int) -> Transformer:
             heads = source.view(before, config.head_dim, -1)  # (Hkv, D, C), or (Hkv, D, 1) of a bias
             if n_kv_heads < before:
                 heads = heads.view(n_kv_heads, before // n_kv_heads, config.head_dim, -1)
-                heads = heads.mean(dim=1, dtype=torch.promote_types(heads.dtype, torch.float32))
+                exact = torch.promote_types(heads.dtype, torch.float32)  # 16 bits would round in the middle of the sum
+                heads = heads.mean(dim=1, dtype=exact)
             else:
                 heads = heads.repeat_interleave(n_kv_heads // before, dim=0)
             source = heads.reshape(part.shape)

@@ -39,7 +39,11 @@ from minillm.weights import random_model
 
 
 class LatentAttention(nn.Module):
-    """Takes the place of `model.Attention`: the same call, other projections. The cache is given the latent as k and as v."""
+    """Takes the place of `model.Attention`: the same call, other projections.
+
+    The cache is given the latent as k and as v, and applies `kv_up`, W_UK and W_UV of every head, in the form that it likes.
+    The config's `head_dim` is d_r, the part of a head that RoPE rotates.
+    """
 
     def __init__(self, config: LatentConfig) -> None:
         super().__init__()
@@ -54,7 +58,7 @@ class LatentAttention(nn.Module):
             self.q = nn.Sequential(OrderedDict(down=down, norm=norm, up=up))
         self.kv_down = nn.Linear(C, config.d_latent, bias=False)
         self.kv_norm = nn.RMSNorm(config.kv_rank, eps)
-        self.kv_up = nn.Linear(config.kv_rank, Hq * (config.d_nope + config.d_v), bias=False)  # the cache applies it
+        self.kv_up = nn.Linear(config.kv_rank, Hq * (config.d_nope + config.d_v), bias=False)
         self.o = nn.Linear(Hq * config.d_v, C, bias=False)
 
     @property
@@ -113,6 +117,7 @@ def absorbed_attention(q: Tensor, latents: Tensor, up: Tensor, d_nope: int) -> T
     w_uk, w_uv = up.tensor_split([d_nope], dim=1)  # (Hq, d_nope, d_c), (Hq, d_v, d_c)
     # What attends below divides by sqrt(d_c + d_r), the size of its queries; the scale of the model is 1 / sqrt(d_nope + d_r).
     q = q * (latents.shape[3] / q.shape[3]) ** 0.5
+    # Letters of the sums: n of d_nope, c of d_c, v of d_v.
     q_latent = torch.einsum("bhtn,hnc->bhtc", q[..., :d_nope], w_uk)
     q = torch.cat([q_latent, q[..., d_nope:]], dim=-1)  # (B, Hq, T, d_c + d_r)
     # The latents are the values too, all d_c + d_r numbers of them, of which the last d_r are dropped: 6 % more FLOPs, and a
@@ -157,7 +162,7 @@ class LatentCache:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         T, latents = q.shape[2], self.latents[layer, :, :, : self.length]  # (B, 1, S, d_c + d_r)
-        latents[:, :, -T:] = k
+        latents[:, :, -T:] = k  # v is the same latent
         absorb = self.absorbed and T < self.length
         attention = absorbed_attention if absorb else expanded_attention
         return attention(q, latents, self.up[layer], self.d_nope)

@@ -36,6 +36,7 @@ class PaddedCache(GroupedKVCache):
         self._visible: Tensor  # (B, 1, T, S), the same in all layers of a pass
 
     def positions(self, n_tokens: int) -> Tensor:
+        """The positions (B, T) of the new tokens; also makes the mask that all layers of this pass use."""
         slots = super().positions(n_tokens)  # (1, T)
         queries = slots[0, :, None]  # (T, 1)
         keys = torch.arange(self.length, device=self.device)  # (S,)
@@ -54,7 +55,7 @@ class PaddedCache(GroupedKVCache):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self._visible, enable_gqa=True)
 
 
-def _batch(model: Transformer, rows: Sequence[Row]) -> tuple[Tensor, GroupedKVCache]:
+def _pad_on_the_left(model: Transformer, rows: Sequence[Row]) -> tuple[Tensor, GroupedKVCache]:
     """The prompts as one tensor (B, T), padded on the left where their lengths differ, and a cache for them."""
     T = max(len(row.prompt) for row in rows)
     capacity = T + max(row.left for row in rows) - 1
@@ -93,7 +94,7 @@ def generate(
     check_max_batch(size)
     for start in range(0, len(rows), size):
         batch = rows[start : start + size]
-        tokens, cache = _batch(model, batch)  # (B, T)
+        tokens, cache = _pad_on_the_left(model, batch)  # (B, T)
         while not all(row.finished for row in batch):
             token = choose(batch, model.head(model.hidden(tokens, cache)[:, -1]))  # (B, V) -> (B,)
             record(batch, token)  # a row that has ended takes nothing more
