@@ -104,6 +104,10 @@ def _question(number: int, value: object, args: argparse.Namespace) -> Question:
         raise UsageError('It has no prompt: write an object such as {"prompt": "Once upon a time"}.')
     if not fields["prompt"]:
         raise UsageError("The prompt is empty.")
+    try:
+        fields["prompt"].encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        raise UsageError("The prompt is not valid Unicode.") from None
 
     def setting(name: str) -> object:
         return getattr(args, name) if fields.get(name) is None else fields[name]
@@ -157,10 +161,10 @@ def _rows(
 ) -> tuple[list[Row], list[tuple[int, str]]]:
     """The questions as tokens, and the lines of those that the model cannot take."""
     rows, problems = [], []
-    for question in bar.track(questions, description="prompts"):
+    prompts, stops = [question.prompt for question in questions], tokenizer.stop_tokens
+    tokens = tokenizer.chats(prompts) if chat else map(tokenizer.encode, prompts)
+    for question, ids in zip(bar.track(questions, description="prompts"), tokens, strict=True):
         try:
-            ids = tokenizer.chat(question.prompt) if chat else tokenizer.encode(question.prompt)
-            stops = tokenizer.stop_tokens
             rows.append(Row(model, Request(ids, question.max_new_tokens, question.sampler, stops, id=question.id)))
         except UsageError as error:
             problems.append((question.line, str(error)))

@@ -1,8 +1,9 @@
-"""Renders one chat template in a process of its own. Run by chat_template.py, never imported.
+"""Renders conversations by one chat template in a process of its own. Run by chat_template.py, never imported.
 
 A template is a program that came with a checkpoint. jinja2's sandbox keeps it from reaching anything, but not from looping
-forever or building a string of many gigabytes: limits of the operating system do. Standard input holds the template and its
-variables as JSON, standard output the text, or after exit status 1 a message. Any other status means that a limit was met.
+forever or building a string of many gigabytes: limits of the operating system do. Standard input holds the template, the
+conversations and the other variables as JSON, standard output a JSON list of one text a conversation, or after exit status 1
+a message. Any other status means that a limit was met.
 """
 
 import contextlib
@@ -34,8 +35,11 @@ def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, *
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
-def render(template: str, variables: dict[str, Any]) -> str:
-    """The text, under the settings and with the helpers that templates are written for."""
+def render(template: str, conversations: list[Any], variables: dict[str, Any], max_output: int) -> list[str]:
+    """The texts, under the settings and with the helpers that templates are written for.
+
+    Once they have `max_output` characters all together, the rest is left out.
+    """
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     environment = ImmutableSandboxedEnvironment(
@@ -44,19 +48,26 @@ def render(template: str, variables: dict[str, Any]) -> str:
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return environment.from_string(template).render(**variables)
+    compiled, texts = environment.from_string(template), []
+    for messages in conversations:
+        texts.append(compiled.render(messages=messages, **variables)[:max_output])
+        max_output -= len(texts[-1])
+    return texts
 
 
 def main() -> int:
     request = json.load(sys.stdin.buffer)
     limit_resources(request["cpu_seconds"], request["memory_bytes"])
+    limit: int = request["max_output"]
     try:
-        text, status = render(request["template"], request["variables"]), 0
+        texts = render(request["template"], request["conversations"], request["variables"], limit)
+        # Half of a surrogate pair, which a template can write, becomes a question mark.
+        output, status = json.dumps(texts, ensure_ascii=False).encode("utf-8", "replace"), 0
     except MemoryError:
         return 2
     except Exception as error:  # whatever a template can raise is its author's message to us
-        text, status = f"{type(error).__name__}: {error}", 1
-    sys.stdout.buffer.write(text[: request["max_output"]].encode("utf-8", "replace"))
+        output, status = f"{type(error).__name__}: {error}"[:limit].encode("utf-8", "replace"), 1
+    sys.stdout.buffer.write(output)
     return status
 
 

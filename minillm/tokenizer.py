@@ -4,7 +4,7 @@ The splitting is done by the `tokenizers` library. This module sets it up as the
 model needs around it: the chat template, the tokens that end an answer, and (in text_stream.py) decoding one token at a time.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -75,15 +75,23 @@ class Tokenizer:
 
         Raises `UsageError` for bad messages, `MinillmError` for a checkpoint whose template is missing or fails.
         """
-        if isinstance(messages, str):
-            messages = [{"role": "user", "content": messages}]
-        chat_template.check_messages(messages)
+        return next(self.chats([messages]))
+
+    def chats(self, conversations: Sequence[str | Sequence[Mapping[str, Any]]]) -> Iterator[list[int]]:
+        """What `chat` gives for each of many conversations, in their order, one after the other as they are asked for.
+
+        A template runs in a process of its own, and here many share one. Raises as `chat` does, for bad messages before any is
+        rendered.
+        """
+        checked = [[{"role": "user", "content": c}] if isinstance(c, str) else c for c in conversations]
+        for messages in checked:
+            chat_template.check_messages(messages)
         if self.template is None:
             raise MinillmError(
                 "This checkpoint has no chat template: encode the prompt as plain text, on the command line without --chat."
             )
-        text = chat_template.render(self.template, messages, self._template_variables)
-        return self._encode(text, add_special_tokens=False)  # the template itself writes the BOS token
+        for text in chat_template.render_all(self.template, checked, self._template_variables):
+            yield self._encode(text, add_special_tokens=False)  # the template itself writes the BOS token
 
     def stream(self) -> TextStream:
         """A new decoder that takes one id at a time."""

@@ -87,6 +87,24 @@ def test_chat_puts_each_prompt_into_the_template(run: Run, prompts: Path) -> Non
     assert texts(answers_of(prompts)) == {"a": tokenizer.decode(reference.tokens)}
 
 
+def test_chat_renders_all_prompts_in_one_process(
+    run: Run,  # noqa: F811
+    prompts: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started, start = [], subprocess.run
+    monkeypatch.setattr("minillm.chat_template.subprocess.run", lambda *a, **k: started.append(a) or start(*a, **k))
+    assert run("batch", str(prompts), *MODEL, "--chat")[0] == 0
+    assert len(started) == 1
+    model, tokenizer = minillm.load("tiny", device="cpu")
+    assert texts(answers_of(prompts)) == {
+        f"p{i}": tokenizer.decode(
+            kv_cache.generate(model, tokenizer.chat(word), 6, stop_tokens=tokenizer.stop_tokens).tokens
+        )
+        for i, word in enumerate(WORDS)
+    }
+
+
 def test_a_line_may_have_settings_of_its_own(run: Run, prompts: Path) -> None:  # noqa: F811
     lines = [
         "bare",

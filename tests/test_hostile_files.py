@@ -4,6 +4,7 @@ import contextlib
 import json
 import random
 import struct
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -554,6 +555,72 @@ def test_hostile_template(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_template_that_sleeps_is_ended_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "WALL_SECONDS", 0.01)
     assert "come to an end" in refusal(lambda: chat_template.render("x", [{"role": "user", "content": "hi"}], {}))
+
+
+def conversations(*texts: str) -> list[list[dict[str, str]]]:
+    return [[{"role": "user", "content": text}] for text in texts]
+
+
+@pytest.mark.parametrize("case", ["nested loops", "doubling text", "large output", "its own refusal"])
+def test_hostile_template_among_many_conversations(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "CPU_SECONDS", 1)
+    template = "{% if messages[0].content == 'bad' %}" + TEMPLATES[case] + "{% else %}ok{% endif %}"
+    many = conversations(*["good"] * 9, "bad", "good")
+    assert "chat template" in refusal(lambda: list(chat_template.render_all(template, many, {})))
+
+
+def test_conversations_that_are_rendered_together_have_their_limits_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "MAX_OUTPUT", 30)
+    template = "{{ messages[0].content * 10 }}"
+    assert list(chat_template.render_all(template, conversations("a", "b", "c"), {})) == ["a" * 10, "b" * 10, "c" * 10]
+    for many in (conversations("a", "b", "cc"), conversations("aaaa", "b", "c")):
+        message = refusal(lambda: list(chat_template.render_all(template, many, {})))  # noqa: B023
+        assert "writes more than 30 characters" in message
+    # Each of 100 takes some tenths of a second, and all of them get two.
+    monkeypatch.setattr(chat_template, "CPU_SECONDS", 1)
+    slow = "{% for i in range(99999) %}{% if i * i % 7 == 8 %}{% endif %}{% endfor %}" * 20
+    assert "too much time" in refusal(lambda: list(chat_template.render_all(slow, conversations(*["x"] * 100), {})))
+
+
+@pytest.mark.parametrize(
+    ("texts", "processes"),
+    [
+        ([], []),
+        (["a"] * 3, [3]),
+        (["a"] * 9, [4, 4, 1]),
+        (["a" * 50, "a" * 50, "a"], [2, 1]),
+        (["a" * 51, "a" * 50, "a"], [1, 2]),
+        (["a" * 500, "a", "a" * 500], [1, 1, 1]),
+    ],
+)
+def test_a_process_renders_so_many_conversations_of_so_many_characters(
+    texts: list[str], processes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template, "TOGETHER", 4)
+    monkeypatch.setattr(chat_template, "TOGETHER_CHARACTERS", 100)
+    started, run = [], subprocess.run
+
+    def counted(*args: Any, input: bytes, **kwargs: Any) -> Any:
+        started.append(len(json.loads(input)["conversations"]))
+        return run(*args, input=input, **kwargs)
+
+    monkeypatch.setattr(subprocess, "run", counted)
+    rendered = list(chat_template.render_all("<{{ messages[0].content }}>", conversations(*texts), {}))
+    assert rendered == [f"<{text}>" for text in texts]
+    assert started == processes
+
+
+def test_conversations_that_are_rendered_together_know_nothing_of_each_other() -> None:
+    template = (
+        "{% if seen is defined %}{{ seen }}{% endif %}{% set seen = messages[0].content %}"
+        "{% set n = namespace(x=0) %}{% set n.x = n.x + 1 %}{{ n.x }}{{ messages | length }}{{ messages[0].content }}"
+    )
+    rendered = list(chat_template.render_all(template, conversations("a", "é\n\x1e", "", '"]', "\U0001f44b"), {}))
+    assert rendered == ["11a", "11é\n\x1e", "11", '11"]', "11\U0001f44b"]
+
+
+def test_half_of_a_surrogate_pair_that_a_template_writes_becomes_a_question_mark() -> None:
+    assert list(chat_template.render_all("{{ '\\ud800' }}.", conversations("a", "b"), {})) == ["?."] * 2
 
 
 def test_templates_have_the_helpers_they_are_written_for() -> None:

@@ -440,6 +440,22 @@ def test_bad_messages_are_refused_in_one_sentence(messages: Any) -> None:
 def test_checkpoint_without_template_says_so() -> None:
     with pytest.raises(MinillmError, match="no chat template"):
         SENTENCEPIECE.chat("hi")
+    with pytest.raises(MinillmError, match="no chat template"):
+        next(SENTENCEPIECE.chats(["hi"]))
+
+
+def test_many_chats_are_each_what_it_is_alone(smollm2: Any) -> None:
+    conversation = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi! 👋"}]
+    for tokenizer in (smollm2[1], byte_tokenizer(300)):
+        many = ["Hi! 👋", conversation, "Why?\n", "", conversation[1:]]
+        assert list(tokenizer.chats(many)) == [tokenizer.chat(one) for one in many]
+        assert list(tokenizer.chats([])) == []
+
+
+def test_one_bad_chat_among_many_is_refused_before_any_is_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minillm.chat_template.render_all", lambda *_: pytest.fail("one was rendered"))
+    with pytest.raises(UsageError, match="valid Unicode"):
+        next(byte_tokenizer(300).chats(["good", "\ud800"]))
 
 
 # --- The tokenizer of bytes
