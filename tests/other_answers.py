@@ -755,6 +755,209 @@ def quantized_guesses():
     return [301.0, 478.0, 1.2]
 """
 
+# Tensors throughout; rounds that begin with the prompt alone; closed forms.
+CHAPTER_6 = """
+import math
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+
+def ngram_draft(context, count, max_ngram=3, min_ngram=2):
+    text = np.array(context)
+    for n in range(min(max_ngram, len(text) - 1), min_ngram - 1, -1):
+        windows = np.lib.stride_tricks.sliding_window_view(text[:-1], n)
+        hits = np.flatnonzero((windows == text[-n:]).all(1))
+        if hits.size:
+            follows = text[hits[-1] + n :]
+            return np.resize(follows, count)
+    return []
+
+
+def draft_from_cache(text, held, run, roll_back, count):
+    if held >= len(text):
+        roll_back(len(text) - 1)
+        held = len(text) - 1
+    new, drafts = torch.tensor(text[held:]), []
+    for _ in range(count):
+        drafts.append(run(new))
+        new = torch.tensor([drafts[-1]])
+    return torch.tensor(drafts)
+
+
+def accept_greedy(choices, drafts):
+    choices, drafts = torch.tensor(choices), torch.tensor(drafts)
+    return choices[: 1 + int((choices[:-1] == drafts).long().cumprod(0).sum())]
+
+
+def tokens_to_trim(k, a):
+    return [k - a, 0 if a == k else k - a - 1]
+
+
+def speculate(verify, draft, prompt, max_new_tokens, lookahead, stop_tokens):
+    new = [verify(prompt, 1)[-1]]
+    while len(new) < max_new_tokens and not set(new) & set(stop_tokens):
+        count = min(lookahead, max_new_tokens - len(new) - 1)
+        guesses = draft([*prompt, *new], count) if count else []
+        given = [*prompt, *new, *guesses]
+        choices = verify(torch.tensor(given), len(given))[-len(guesses) - 1 :]
+        while guesses and guesses[0] == choices[0] and choices[0] not in stop_tokens:
+            new.append(guesses.pop(0))
+            choices.pop(0)
+        new.append(choices[0])
+    return tuple(new)
+
+
+def laws(target, drafter, n_tokens, temperature):
+    from minillm.errors import UsageError
+
+    both = []
+    for logits in (target, drafter):
+        if logits.shape[1] < n_tokens:
+            raise UsageError("another vocabulary")
+        logits = logits.narrow(1, 0, n_tokens).double() / temperature
+        both.append((logits - logits.logsumexp(1, keepdim=True)).exp().float())
+    return both
+
+
+def count_accepted(p, q, drafts, u):
+    ratio = (p[:-1] / q).gather(1, drafts[:, None]).squeeze(1).clamp(max=1)
+    return (u < ratio).int().cumprod(0).sum()
+
+
+def residual(p, q):
+    rest = torch.where(p > q, p - q, torch.zeros_like(p))
+    return p if rest.count_nonzero() == 0 else F.normalize(rest.double(), p=1, dim=0, eps=0)
+
+
+def sampled_round(p, q, drafts, u, draw):
+    out = []
+    for i, x in enumerate(drafts.tolist()):
+        q_i = q[i] if q is not None else torch.eye(p.shape[1], dtype=p.dtype)[x]
+        if not u[i] < p[i, x] / q_i[x]:
+            return [*out, draw(residual(p[i], q_i))]
+        out.append(x)
+    return torch.tensor([*out, draw(p[-1])])
+
+
+def expected_tokens(alpha, lookahead):
+    return np.polyval(np.ones(lookahead + 1), alpha)
+
+
+def best_lookahead(alpha, c, longest=16):
+    best = (0, 1.0)
+    for k in range(1, longest + 1):
+        tokens = k + 1 if alpha == 1 else (1 - alpha ** (k + 1)) / (1 - alpha)
+        if tokens / (k * c + 1) > best[1] * (1 + 1e-12):
+            best = (k, tokens / (k * c + 1))
+    return best
+
+
+def speedup_at_batch(config, batch, context, alpha, lookahead, peak, bandwidth, element_bytes=2.0):
+    def step(n):
+        products = np.maximum(2 * config.streamed_params * n / peak, config.streamed_params * element_bytes / bandwidth)
+        return products + batch * context * config.kv_bytes_per_token(1) * element_bytes / bandwidth
+
+    return step(batch) / step(batch * (1 + lookahead)) * expected_tokens(alpha, lookahead)
+
+
+def speculation_guesses():
+    return [33 / 10, 1, 30 / 24]
+"""
+
+# The package's own parts, where it has them.
+CHAPTER_6_PACKAGE = """
+import torch
+
+from minillm.stages import speculative, speculative_gain
+from minillm.stages.drafters import NGramDrafter
+from minillm.stages.speculative_gain import expected_tokens
+
+
+def ngram_draft(context, count, max_ngram=3, min_ngram=2):
+    return NGramDrafter(max_ngram, min_ngram).look_up(context, count)
+
+
+def draft_from_cache(text, held, run, roll_back, count):
+    roll_back(len(text) - 1)
+    given = list(text)
+    for _ in range(count):
+        given.append(run(given[min(held, len(text) - 1) :]))
+        held = len(given) - 1
+        text = given
+    return given[-count:]
+
+
+def accept_greedy(choices, drafts):
+    logits = torch.nn.functional.one_hot(torch.tensor(choices), 64).float()
+    tokens, a = speculative.accept_greedy(logits, torch.tensor(drafts))
+    return tokens[: a + 1].tolist()
+
+
+def tokens_to_trim(k, a):
+    kept = 1 + a  # the last confirmed token, and what was accepted
+    return 1 + k - kept, k - min(k, kept)
+
+
+def speculate(verify, draft, prompt, max_new_tokens, lookahead, stop_tokens):
+    new = []
+    while len(new) < max_new_tokens:
+        text = [*prompt, *new]
+        guesses = draft(text, min(lookahead, max_new_tokens - len(new) - 1))
+        choices = verify([*text, *guesses], 1 + len(guesses))
+        a = 0
+        while a < len(guesses) and guesses[a] == choices[a]:
+            a += 1
+        new += choices[: a + 1]
+        ends = [i for i, token in enumerate(new) if token in stop_tokens]
+        if ends:
+            return new[: ends[0] + 1]
+    return new
+
+
+def laws(target, drafter, n_tokens, temperature):
+    from minillm.sampling import Sampler
+
+    if target.size(1) < n_tokens or drafter.size(1) < n_tokens:
+        raise ValueError
+    sampler = Sampler(temperature=temperature)
+    return tuple(sampler.probabilities(logits[:, :n_tokens]) for logits in (target, drafter))
+
+
+def count_accepted(p, q, drafts, u):
+    return speculative.count_accepted(p, q, drafts, u)
+
+
+residual = speculative.residual
+
+
+def sampled_round(p, q, drafts, u, draw):
+    k, V = len(drafts), p.shape[1]
+    q = torch.eye(V).double()[drafts] if q is None else q
+    a = int(speculative.count_accepted(p, q, drafts, u))
+    q = torch.cat([q, torch.zeros(1, V).double()])
+    return [int(x) for x in drafts[:a]] + [draw(speculative.residual(p[a], q[a])[None])]
+
+
+def best_lookahead(alpha, c, longest=16):
+    k = speculative_gain.best_lookahead(alpha, c, longest)
+    return k, speculative_gain.predicted_speedup(alpha, k, c)
+
+
+def speedup_at_batch(config, batch, context, alpha, lookahead, peak, bandwidth, element_bytes=2.0):
+    P, kv = config.matmul_params * element_bytes, config.kv_bytes_per_token(1) * element_bytes * context * batch
+
+    def seconds(n):
+        return (max(P, 2 * config.matmul_params * batch * n * bandwidth / peak) + kv) / bandwidth
+
+    return speculative_gain.predicted_speedup(alpha, lookahead, 0.0, lambda n: seconds(n) / seconds(1))
+
+
+def speculation_guesses():
+    return 3.6, 1.05, 1.1
+"""
+
 OTHER_ANSWERS = {
     "ch00": [CHAPTER_0],
     "ch01": [CHAPTER_1],
@@ -762,4 +965,5 @@ OTHER_ANSWERS = {
     "ch03": [CHAPTER_3 + MANUAL, CHAPTER_3 + HEAD_BY_HEAD, CHAPTER_3 + PACKAGE],
     "ch04": [CHAPTER_4, CHAPTER_4_LISTS],
     "ch05": [CHAPTER_5, CHAPTER_5_CELLS],
+    "ch06": [CHAPTER_6, CHAPTER_6_PACKAGE],
 }

@@ -30,6 +30,22 @@ def batch_gain(config: ModelConfig, ceilings: Ceilings, context: int, batch: int
     return batch * alone / together
 
 
+@cache
+def pass_s(config: ModelConfig, ceilings: Ceilings, n_tokens: int, context: int) -> float:
+    """Seconds of one pass over `n_tokens` tokens after `context` cached ones: what speculation verifies, or a draft step."""
+    from minillm.device import DTYPES
+    from minillm.roofline.counting import count
+    from minillm.roofline.position import meta_twin, predict
+    from minillm.stages.speculative_gain import pass_over
+
+    def seconds(n_layers: int) -> float:
+        model = meta_twin(replace(config, n_layers=n_layers), DTYPES[ceilings.dtype], context + n_tokens)
+        return predict(count(pass_over(model, n_tokens, context)), ceilings)
+
+    one, two = seconds(1), seconds(2)
+    return one + (config.n_layers - 1) * (two - one)
+
+
 def _phases_s(config: ModelConfig, ceilings: Ceilings, context: int, stage: str, batch: int = 1) -> tuple[float, float]:
     from minillm.roofline.position import predict_stage
     from minillm.stages import known_stage

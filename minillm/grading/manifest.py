@@ -73,6 +73,21 @@ EXERCISES: dict[str, dict[str, int]] = {
         "gain_ends": 1,
         "quantized_guesses": 1,
     },
+    "ch06": {
+        "ngram_draft": 2,
+        "draft_from_cache": 3,
+        "accept_greedy": 1,
+        "tokens_to_trim": 1,
+        "speculate": 3,
+        "laws": 2,
+        "count_accepted": 2,
+        "residual": 1,
+        "sampled_round": 3,
+        "expected_tokens": 1,
+        "best_lookahead": 2,
+        "speedup_at_batch": 2,
+        "speculation_guesses": 1,
+    },
 }
 
 DIGESTS: dict[str, str] = {
@@ -95,4 +110,7 @@ DIGESTS: dict[str, str] = {
     "ch05/mutants.py": "81502565c446fdd77fb98504327dcf4c470b6798dda81cc73c83989d7a66f4e5",
     "ch05/solution.py": "c6042fb638d04ae833a44c124ea81ab19e8fad16ad85c4ac6ccebc978b2dd17c",
     "ch05/test_exercise.py": "fe2ec95c7cad9a2cee7a6af59b0b126f1c6ba0c9ace5d4cea84069560762f4c3",
+    "ch06/mutants.py": "ea60ba15ed0851d1040abc03add1a847853cab03634125d5ffa9974dd40e25b4",
+    "ch06/solution.py": "49ca6ccabe65d91b154cd0354975460b0290c570ad2010acd0b8fee57a1c52f9",
+    "ch06/test_exercise.py": "807139ba537b2016b9c3030a3221a9ef0de92d13f1ed68ce38b6b960c4ab51a7",
 }
