@@ -40,7 +40,7 @@ class Row:
         self.prompt = check_prompt(model.config, request.prompt, request.max_new_tokens)
         self.feed = torch.tensor(self.prompt, device=model.device)  # (T,): what the model is given next
         self.sampler = fresh(request.sampler)
-        self.left = operator.index(request.max_new_tokens)
+        self.remaining = operator.index(request.max_new_tokens)  # new tokens that it may still get
         self.stopped = False
 
     @property
@@ -51,16 +51,16 @@ class Row:
     @property
     def is_new(self) -> bool:
         """Whether it has no token yet: its prompt is to be run."""
-        return self.left == self.request.max_new_tokens
+        return self.remaining == self.request.max_new_tokens
 
     @property
     def finished(self) -> bool:
-        return self.stopped or self.left == 0
+        return self.stopped or self.remaining == 0
 
     def add(self, token: Tensor, value: int | None) -> None:
         """Take its next token (1,), which is also what it feeds to the model in the next step."""
         self.feed = token
-        self.left -= 1
+        self.remaining -= 1
         self.stopped = self.recorder.add(token, value)
 
     def generation(self) -> Generation:

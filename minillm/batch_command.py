@@ -151,7 +151,7 @@ def _serve(
 
         engine = Engine(model, min(args.max_batch, len(rows)), max(row.size for row in rows))
         # All are there from the start. The longest first, or the last steps could run for one straggler.
-        served = serve_rows(engine, [(0.0, row) for row in sorted(rows, key=lambda row: -row.left)], finished)
+        served = serve_rows(engine, [(0.0, row) for row in sorted(rows, key=lambda row: -row.remaining)], finished)
     _print_numbers(served, args.price_per_hour)
     return problems
 

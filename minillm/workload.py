@@ -251,7 +251,7 @@ class _Lengths(Row):
     def __init__(self, arrival: Arrival) -> None:
         self.prompt = [0] * arrival.prompt_tokens
         self.request = Request(self.prompt, arrival.output_tokens, id=arrival.id)
-        self.left = arrival.output_tokens
+        self.remaining = arrival.output_tokens
         self.stopped = False
 
 
@@ -339,8 +339,8 @@ def simulate(
         running = scheduler.running
         n_tokens = sum(len(row.prompt) if row.is_new else 1 for row in running)
         for row in running:
-            row.left -= 1
-        clock.wait_until(clock.now() + step_seconds(n_tokens, [row.size - row.left for row in running]))
+            row.remaining -= 1
+        clock.wait_until(clock.now() + step_seconds(n_tokens, [row.size - row.remaining for row in running]))
         return running
 
     return _play(_queue(arrivals, rows), scheduler.submit, step, clock)
@@ -365,8 +365,8 @@ def simulate_static(arrivals: Sequence[Arrival], step_seconds: StepSeconds, *, m
         n_tokens = len(batch) * (T if batch[0].is_new else 1)
         slots = [None if row.finished else row for row in batch]
         for row in batch:
-            row.left = max(row.left - 1, 0)
-        S = T - 1 + max(row.request.max_new_tokens - row.left for row in batch)
+            row.remaining = max(row.remaining - 1, 0)
+        S = T - 1 + max(row.request.max_new_tokens - row.remaining for row in batch)
         clock.wait_until(clock.now() + step_seconds(n_tokens, [S] * len(batch)))
         return slots
 

@@ -26,7 +26,8 @@ from minillm.model import Transformer
 from minillm.roofline.counting import count
 from minillm.sampling import Sampler, greedy
 from minillm.stages import batching, naive, static_batching
-from minillm.stages.batching import BLOCK, Engine, Scheduler, SlottedCache
+from minillm.stages.batching import Engine, Scheduler
+from minillm.stages.slotted_cache import BLOCK, SlottedCache
 from minillm.stages.static_batching import PaddedCache
 
 BATCHED: dict[str, Callable[..., list[Generation]]] = {
@@ -160,7 +161,7 @@ def test_requests_that_come_while_others_run_get_the_same_text(model: Transforme
 def finish(engine: Engine) -> list[Row]:
     """Step until nothing is left, in at most as many steps as there are tokens to come. Rows in the order of their ends."""
     scheduler = engine.scheduler
-    bound = sum(row.left for row in [*scheduler.waiting, *scheduler.running])
+    bound = sum(row.remaining for row in [*scheduler.waiting, *scheduler.running])
     done = []
     for _ in range(bound):
         if engine.busy:
@@ -378,7 +379,7 @@ class Watched(Engine):
         self.admitted += sorted(row.request.id for row in rows if id(row) not in before)
         assert 1 <= len(rows) <= scheduler.max_batch
         assert sum(row.size for row in rows) <= scheduler.max_tokens  # of all that ran in this step
-        lengths = [len(row.prompt) + row.request.max_new_tokens - row.left - 1 for row in rows]
+        lengths = [len(row.prompt) + row.request.max_new_tokens - row.remaining - 1 for row in rows]
         assert cache.lengths[: len(rows)] == lengths
         assert cache._next[: len(rows)].tolist() == lengths
         assert sum(lengths) <= scheduler.max_tokens and max(lengths) <= cache.capacity
@@ -451,11 +452,11 @@ def test_gaps_are_closed_by_the_last_running_row(model: Transformer) -> None:
         scheduler.submit(row)
     assert scheduler.schedule() == [] and scheduler.running == rows
     for i in (0, 2, 4):
-        rows[i].left = 0
+        rows[i].remaining = 0
     assert scheduler.schedule() == [(3, 0)]
     assert scheduler.running == [rows[3], rows[1]]
     for i in (1, 3):
-        rows[i].left = 0
+        rows[i].remaining = 0
     assert scheduler.schedule() == [] and scheduler.running == []
 
 

@@ -15,8 +15,8 @@ from helpers import SHAPES, is_one_sentence, lively_model, logits_whole, random_
 
 import minillm
 from minillm.errors import MinillmError
-from minillm.stages.batching import SlottedCache
 from minillm.stages.gqa import GroupedKVCache
+from minillm.stages.slotted_cache import SlottedCache
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # as Python does for a script there

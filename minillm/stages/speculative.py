@@ -114,7 +114,7 @@ def _round(
     Drafts stop one short of what an answer still wants, as the last token is the target's own: no pass goes beyond the request,
     so none goes beyond the cache or the positions of the model.
     """
-    asked = [0 if a.row.finished else min(lookahead, a.row.left - 1) for a in answers]
+    asked = [0 if a.row.finished else min(lookahead, a.row.remaining - 1) for a in answers]
     draft = propose(asked) if any(asked) else Draft.certain([[] for _ in answers], model.device)
     if any(count > limit for count, limit in zip(draft.counts, asked, strict=True)):
         raise UsageError(f"The drafter proposed {draft.counts} tokens where at most {asked} were asked for.")

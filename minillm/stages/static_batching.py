@@ -58,7 +58,7 @@ class PaddedCache(GroupedKVCache):
 def _pad_on_the_left(model: Transformer, rows: Sequence[Row]) -> tuple[Tensor, GroupedKVCache]:
     """The prompts as one tensor (B, T), padded on the left where their lengths differ, and a cache for them."""
     T = max(len(row.prompt) for row in rows)
-    capacity = T + max(row.left for row in rows) - 1
+    capacity = T + max(row.remaining for row in rows) - 1
     pads = [T - len(row.prompt) for row in rows]
     # A pad is one more copy of the first token, at the same position and seeing itself alone. So it computes what that token
     # does, and is finite where the row alone is: no pad is seen, but 0 times a NaN would be.
