@@ -1,4 +1,4 @@
-"""Pictures of chapter 6: rounds, two laws and their overlap, what a lookahead gains, passes, positions, temperature, batches."""
+"""Pictures of chapter 6: rounds, two laws and their overlap, what a lookahead gains, passes, temperature, batches."""
 
 from collections.abc import Mapping, Sequence
 
@@ -22,7 +22,8 @@ def rounds(steps: Sequence[tuple[Sequence[str], int, str]]) -> Picture:
     alt = f"{len(steps)} rounds give {given} tokens: accepted drafts, the target's own token, and refused drafts"
     result, axes = picture(alt, height=0.5 + 0.27 * len(steps))
     longest = 1.6 + max(sum(map(_width, [*drafts, own])) for drafts, _, own in steps)
-    blank(axes, max(longest, 24), len(steps) + 1)
+    blank(axes, max(longest, 21), len(steps) + 1)
+    axes.set_ylim(-0.1, len(steps) + 1)
     key = "blue: drafted and accepted    orange: the target's own token    hatched: refused"
     axes.text(0, len(steps) + 0.45, key, fontsize=8, va="center")
     for row, (drafts, accepted, own) in enumerate(steps):
@@ -67,8 +68,8 @@ def overlap(p: Sequence[float], q: Sequence[float]) -> Picture:
         above = np.maximum(np.subtract(law, other), 0)
         axes.bar(places, above, 0.7, shared, color=color, hatch=hatch, edgecolor=DARK, linewidth=0.6, label=label)
     for place, (mine, theirs) in enumerate(zip(p, q, strict=True)):
-        axes.text(place, max(mine, theirs) + 0.01, f"p = {mine:.4g}, q = {theirs:.4g}", fontsize=8, ha="center")
-    axes.set(xticks=places, xlabel="token", ylabel="probability", ylim=(0, 1.18 * max(*p, *q)))
+        axes.text(place, max(mine, theirs) + 0.01, f"p = {mine:.4g}\nq = {theirs:.4g}", fontsize=8, ha="center")
+    axes.set(xticks=places, xlabel="token", ylabel="probability", ylim=(0, 1.3 * max(*p, *q)))
     axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     plain(axes)
     return result
@@ -77,7 +78,7 @@ def overlap(p: Sequence[float], q: Sequence[float]) -> Picture:
 def gain(
     speedups: Mapping[str, Sequence[float]], costs: Sequence[float], best: Mapping[str, Sequence[int]], c: float
 ) -> Picture:
-    """Left: speed-up against the lookahead 0, 1, 2 ... by name, its best marked. Right: the best lookahead against c, by name."""
+    """Speed-up against the lookahead 0, 1, 2 ... by name, its best marked; and the best lookahead against c, by name."""
     result, (left, right) = picture("speed-up against lookahead, and the best lookahead against c", 3.0, ncols=2)
     for i, (name, values) in enumerate(speedups.items()):
         left.plot(values, LINES[i], color=COLORS[i], linewidth=1.3, label=name)
@@ -90,8 +91,8 @@ def gain(
         right.step(costs, lookaheads, LINES[i], where="post", color=COLORS[i], linewidth=1.3, label=name)
     right.set(xlabel="c, decode steps a draft step", ylabel="best lookahead")
     right.set_title("0: do not speculate", fontsize=9)
+    right.legend(fontsize=8, frameon=False)  # the same names in both
     for axes in (left, right):
-        axes.legend(fontsize=7.5, frameon=False)
         axes.grid(True, color="0.92")
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         plain(axes)
@@ -109,7 +110,7 @@ def passes(
     n = list(next(iter(predicted.values())))
     axes.plot(n, n, color=GRAY, linewidth=0.9, linestyle=":", label="n passes of one token")
     top = max(max(line.values()) for line in (*measured.values(), *predicted.values()))
-    axes.set(xlabel="tokens in a pass, n", ylabel="passes of one token", ylim=(0, 1.35 * top), xticks=n)
+    axes.set(xlabel="tokens in a pass, n", ylabel="passes of one token", ylim=(0, 1.3 * top), xticks=n)
     axes.set_title(title, fontsize=9)
     axes.legend(fontsize=7.5, frameon=False, ncols=2)
     axes.grid(True, color="0.92")
