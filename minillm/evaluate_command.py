@@ -258,7 +258,6 @@ def _own_grid_note(name: str, group_size: int) -> str:
 
 def _table(title: str, results: Sequence[Result]) -> Table:
     table = make_table(title, "scheme", "MB", "bits", "perplexity", "KL", "agreement", "tokens/s")
-    table.columns[0].justify = "left"
     for result in results:
         loss, rate = result.loss, result.tokens_per_s
         table.add_row(
