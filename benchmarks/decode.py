@@ -288,18 +288,19 @@ def measure_ngrams(
     bench: Bench, text: str, models: Sequence[Transformer], prompt: list[int], n: int, target: float | None
 ) -> list[dict[str, Any]]:
     """n-gram drafting beside plain decoding, in each dtype, n tokens after one prompt."""
-    request, engines = answering([prompt], n), []
+    request = answering([prompt], n)
+    engines: list[tuple[Plain, list[Speculative]]] = []
     for model in models:
         drafting = [
             Speculative(model, f"n-grams, {guesses(k)}, on a text that {text}", NGramDrafter(), k)
             for k in NGRAM_LOOKAHEADS
         ]
-        engines.append([Plain(model, DTYPE_NAMES[model.dtype]), *drafting])
-    everyone = [engine for group in engines for engine in group]
+        engines.append((Plain(model, DTYPE_NAMES[model.dtype]), drafting))
+    everyone: list[Engine] = [engine for plain, drafting in engines for engine in (plain, *drafting)]
     bench.agreement += check_answers(everyone, request)  # in fp32 they must be equal
     taken = iter(bench.turns(f"n-grams, {text}", everyone, request))
     rows = []
-    for _, *drafting in engines:
+    for _, drafting in engines:
         plainly = next(taken)
         rows += [_speculation_row(bench, text, e, "n-grams", next(taken), plainly, target) for e in drafting]
     return rows

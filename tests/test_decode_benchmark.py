@@ -184,12 +184,13 @@ def test_passes_are_set_beside_the_plain_step_of_their_own_turn(
     bf16: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes = decode.LONGEST_LOOKAHEAD + 2  # 1 to 9 tokens of the target, 1 of the twin
-    drift = [50.0, 1, 2, 1, 3, 1]  # the machine: a slow warm-up, and turns that are slower as a whole
+    # The machine: a slow warm-up, then turns that are slower as a whole; and what the twin takes in each.
+    turns = [(50.0, 9.0), (4.0, 0.2), (1.0, 0.3), (2.0, 0.4), (2.0, 0.5), (2.0, 0.6)]
 
     def times() -> Iterator[float]:
-        for slower in drift:
+        for slower, twin in turns:
             yield from (slower * (1 + 0.1 * i) for i in range(passes - 1))
-            yield slower * 0.4
+            yield slower * twin
 
     clock = times()
     monkeypatch.setattr(decode, "seconds", lambda run, device: run() is None or next(clock))
