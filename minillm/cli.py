@@ -334,8 +334,9 @@ def _predict(args: argparse.Namespace) -> None:
     from minillm.report import duration, make_console, predictions_table
     from minillm.roofline.hardware import known_hardware
     from minillm.roofline.plot import si
-    from minillm.roofline.position import predict_stage
+    from minillm.roofline.position import meta_twin, predict_stage
     from minillm.stages import known_stage
+    from minillm.stages.quantization import streamed_bytes
 
     check_writable(args.json)
     config, stage = known_model(args.model), known_stage(args.stage)
@@ -350,7 +351,7 @@ def _predict(args: argparse.Namespace) -> None:
     positions = predict_stage(stage, config, ceilings, args.context, args.batch)
     console = make_console()
     console.print(predictions_table(f"{args.model} on {ceilings.device}, {ceilings.dtype}", {args.stage: positions}))
-    weights = config.streamed_params * DTYPES[ceilings.dtype].itemsize
+    weights = streamed_bytes(stage.prepared(meta_twin(config, DTYPES[ceilings.dtype])))
     console.print(
         f"[dim]Batch {args.batch}; prefill of {args.context} tokens; decode is one step that attends over {args.context}, "
         f"and reads {si(weights)}B of weights. Ceilings ({ceilings.source}): {si(ceilings.bandwidth)}B/s, "

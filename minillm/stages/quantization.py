@@ -132,3 +132,9 @@ def weight_bytes(model: Transformer) -> int:
     """Bytes of all weights of a model, quantized or not: each tensor once, codes with their scales and zeros."""
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def streamed_bytes(model: Transformer) -> int:
+    """Bytes of weights that a decode step reads: all but an embedding that is not the head too, of which one row is read."""
+    tied = getattr(model.head, "weight", None) is model.embed.weight
+    return weight_bytes(model) - (0 if tied else model.embed.weight.nbytes)
