@@ -83,7 +83,10 @@ def pack_nibbles(codes: Tensor) -> Tensor:
 
 # %%
 def unpack_nibbles(packed: Tensor) -> Tensor:
-    """The codes again: bytes (N, K/2), uint8, into codes (N, K), uint8. 1 point. Hint: >>, &."""
+    """The codes again: bytes (N, K/2), uint8, into codes (N, K), uint8. 1 point.
+
+    Hint: >>, &.
+    """
     # BEGIN SOLUTION: Return the codes, two columns for each byte.
     return torch.stack([packed >> 4, packed & 15], dim=2).flatten(1)  # (N, K/2, 2) -> (N, K)
     # END SOLUTION
