@@ -53,6 +53,7 @@ MUTANTS = [
     Mutant("positions", "Counts passes, not tokens.", ("self.length + n_tokens\n        return", "self.length + 1\n        return"), (ARANGE, "return torch.arange(start, start + n_tokens)[None]"), ("T, S, G = q.shape[2], self.length, q", "T, S, G = q.shape[2], self.keys[layer].shape[2], q"), says="should give"),
     Mutant("positions", "Forgets the batch dimension.", ("(start, self.length)[None]", "(start, self.length)"), says="shape"),
     Mutant("positions", "Gives floats.", (ARANGE, "return torch.arange(start, self.length).float()[None]"), says="whole numbers"),
+    Mutant("positions", "Makes no object.", code="def KVCache(config, capacity):\n    return None\n", says="must make an object"),
     # cache_decode
     Mutant("cache_decode", "Gives a decoded token a position one too large.", (ARANGE, "return torch.arange(start, self.length)[None] + (start > 0)"), says="too large"),
     Mutant("cache_decode", "Gives a decoded token position 0.", (ARANGE, "return torch.arange(n_tokens)[None]"), says="from 0 again"),
@@ -79,6 +80,7 @@ MUTANTS = [
     Mutant("cache_decode", "Writes a decoded token over the last one of the prompt.", code=block(("start, S = self.length - T, self.length", "start, S = self.length - T, self.length\n        if T == 1 and start:\n            start -= 1"), ("start:S] = torch", "start:start + T] = torch")),),
     Mutant("cache_decode", "Keeps keys that are not turned to their dtype but rounded to bfloat16.", code=block(("dtype=k.dtype", "dtype=torch.bfloat16"), ("torch.stack([k, v])", "torch.stack([k, v]).bfloat16()"), ("3 - 1)", "3 - 1).to(q.dtype)"))),
     Mutant("cache_decode", "Forgets the first token of the prompt, as if it were padding.", code=block(("tril(S - T)", "tril(S - T)\n        visible[1:, 0] = False"))),
+    Mutant("cache_decode", "Makes no object.", code="def KVCache(config, capacity):\n    return None\n", says="must make an object"),
     # cache_chunks
     Mutant("cache_chunks", "Writes every chunk to the beginning.", code=block(("start:S] = torch", ":T] = torch"))),
     Mutant("cache_chunks", "Pads a chunk's mask on the wrong side.", code=block(("torch.ones(T, S, dtype=torch.bool).tril(S - T)", "F.pad(torch.ones(T, T, dtype=torch.bool).tril(), (0, S - T), value=True)"))),
@@ -93,6 +95,7 @@ MUTANTS = [
     Mutant("cache_chunks", "Is off by one in a later chunk.", (VISIBLE, "torch.arange(S) <= torch.arange(S - T, S)[:, None] - int(T < S and T > 1)"), says="itself"),
     Mutant("cache_chunks", "Lets a token of a later chunk see one too far.", (VISIBLE, "torch.arange(S) <= torch.arange(S - T, S)[:, None] + int(T < S)")),
     Mutant("cache_chunks", "Forgets the first chunk when the third comes.", (APPEND_K, "old, self.keys[layer] = self.keys[layer], torch.cat([self.keys[layer], k], dim=2)"), ("visible = ", "skip = 0 if S - T < 4 else 2\n        visible = (torch.arange(S) >= skip) & ("), ("torch.arange(S - T, S)[:, None]  #", "torch.arange(S - T, S)[:, None])  #")),
+    Mutant("cache_chunks", "Makes no object.", code="def KVCache(config, capacity):\n    return None\n", says="must make an object"),
     # cache_full
     Mutant("cache_full", "Never refuses.", (f"        {CHECK}\n            {REFUSE}\n", ""), says="ValueError"),
     Mutant("cache_full", "Refuses one token too early.", (" > self.capacity:", " >= self.capacity:"), says="must hold 6"),
@@ -108,6 +111,7 @@ MUTANTS = [
     Mutant("cache_full", "Writes what fits and drops the rest.", code=block(('            raise ValueError("full")\n', "            n_tokens = self.capacity - self.length\n"))),
     Mutant("cache_full", "Wraps around to the first place.", code=block(('        if self.length + n_tokens > self.capacity:\n            raise ValueError("full")\n', "        self.length %= self.capacity\n"))),
     Mutant("cache_full", "Grows in silence.", code=block(('            raise ValueError("full")\n', "            grown = torch.zeros(*self.store.shape[:4], n_tokens, self.store.shape[5]) if self.store is not None else None\n            self.store = torch.cat([self.store, grown], 4) if grown is not None else None\n            self.capacity += n_tokens\n"))),
+    Mutant("cache_full", "Makes no object.", code="def KVCache(config, capacity):\n    return None\n", says="must make an object"),
     # kv_bytes_per_token
     Mutant("kv_bytes_per_token", "Stores keys alone.", ("return 2 * config", "return config"), says="twice"),
     Mutant("kv_bytes_per_token", "Stores every query head.", ("n_kv_heads", "n_heads"), says="query heads"),
@@ -145,6 +149,8 @@ MUTANTS = [
     Mutant("speedup_guesses", "Thinks that it gains nothing on a CPU.", ("27.0, 1.0", "1.0, 1.0"), says="On the CPU"),
     Mutant("speedup_guesses", "Gives one number.", ("27.0, 1.0", "27.0"), says="two numbers"),
     Mutant("speedup_guesses", "Exchanges the machines.", ("27.0, 1.0", "1.0, 27.0"), says="On the CPU"),
+    Mutant("speedup_guesses", "Gives a number beyond all measure.", ("27.0, 1.0", "10**400, 1.0"), says="On the CPU"),
+    Mutant("speedup_guesses", "Gives a number below all measure.", ("27.0, 1.0", "27.0, -(10**400)"), says="On the H100"),
     # found by an adversary
     Mutant("largest_batch", "Takes half a byte of a weight for one.", ("config.parameter_count * weight_bytes", "config.parameter_count * max(1, int(weight_bytes))")),
     Mutant("largest_batch", "Takes half a byte of a key for one.", ("config.head_dim * element_bytes", "config.head_dim * max(1, int(element_bytes))")),

@@ -85,6 +85,9 @@ MUTANTS = [
     Mutant("head_map", "Gives the first query head of each group.", (MAP, "h - h % (n_heads // n_kv_heads) for h in range(n_heads)"), says="first query head"),
     Mutant("head_map", "Rounds to the nearest head.", (MAP, "min(round(h * n_kv_heads / n_heads), n_kv_heads - 1) for h in range(n_heads)")),
     Mutant("head_map", "Knows groups of 3.", (MAP, "h // 3 for h in range(n_heads)")),
+    Mutant("head_map", "Multiplies by a ratio that floats do not have.", (MAP, "int(h * (n_kv_heads / n_heads)) for h in range(n_heads)")),
+    Mutant("head_map", "Takes a share of a share in floats.", (MAP, "int(h / n_heads * n_kv_heads) for h in range(n_heads)")),
+    Mutant("head_map", "Knows models of at most 8 KV heads.", (MAP, "min(h * n_kv_heads // n_heads, 7) for h in range(n_heads)")),
     # grouped_attention: values
     Mutant("grouped_attention", "Puts the queries into groups as h % Hkv.", (ROWS, "rows = q.reshape(B, -1, Hkv, T, D).transpose(1, 2).reshape(B, Hkv, -1, D)"), (SDPA, SDPA.replace(".reshape(B, Hq, T, D)", ".reshape(B, Hkv, -1, T, D).transpose(1, 2).reshape(B, Hq, T, D)")), says="h % Hkv"),
     Mutant("grouped_attention", "Orders the rows of the mask by token.", (MASK, "visible = visible.repeat_interleave(Hq // Hkv, 0)"), says="rows of the mask"),
@@ -120,6 +123,11 @@ MUTANTS = [
     Mutant("grouped_attention", "Replaces the count.", ("return count(lambda: getattr(function, \"attend\", function)(*args)).bytes", "return 0"), says="bytes_moved"),
     Mutant("grouped_attention", "Spoils the count.", ("(*args)).bytes", "(*args))"), says="bytes_moved"),
     Mutant("grouped_attention", "Counts beyond all measure.", ("(*args)).bytes", "(*args)).bytes * 10**400"), says="bytes_moved"),
+    Mutant("grouped_attention", "Counts the bytes of what it is given, while it copies.", (SDPA, SDPA.replace("(rows, k, v, attn_mask=visible)", "(q, k.repeat_interleave(Hq // Hkv, 1), v.repeat_interleave(Hq // Hkv, 1), attn_mask=visible[:T])")), ("return count(lambda: getattr(function, \"attend\", function)(*args)).bytes", "return sum(x.nbytes for x in args)"), says="bytes_moved"),
+    Mutant("grouped_attention", "Keeps a mask by its length, of whatever group it was.", code=attention("kept = grouped_attention.__dict__.setdefault((T, S), visible.repeat(G, 1))", "return F.scaled_dot_product_attention(q.reshape(B, Hkv, -1, D), k, v, attn_mask=kept).reshape(q.shape)")),
+    Mutant("grouped_attention", "Has a mask of 4,096 tokens at most.", (TRIL, "torch.ones(4096, 4096, dtype=torch.bool).tril()[S - T : S, :S]")),
+    Mutant("grouped_attention", "Hides with -1e4 in place of minus infinity.", code=attention("scores = (q.reshape(B, Hkv, -1, D) @ k.transpose(2, 3) * D**-0.5).masked_fill(~visible.repeat(G, 1), -1e4)", "return (scores.softmax(-1) @ v).reshape(B, Hq, T, D)"), says="large scores"),
+    Mutant("grouped_attention", "Adds -1e4 to hidden scores.", code=attention("scores = q.reshape(B, Hkv, -1, D) @ k.transpose(2, 3) * D**-0.5 - 1e4 * (~visible.repeat(G, 1)).to(q.dtype)", "return (scores.softmax(-1) @ v).reshape(B, Hq, T, D)"), says="large scores"),
     # grouped_cache
     Mutant("grouped_cache", "Keeps a key and a value for each query head.", code=COPIES, says="so keep 2"),
     Mutant("grouped_cache", "Keeps KV heads and copies them in front of every use.", (ATTEND, "G, keys, values = self.config.group_size, self.keys[layer, :, :, :S], self.values[layer, :, :, :S]\n        return grouped_attention(q, keys.repeat_interleave(G, 1), values.repeat_interleave(G, 1))"), says="copies heads"),
@@ -138,6 +146,10 @@ MUTANTS = [
     Mutant("grouped_cache", "Keeps keys and values in the class.", ("        self.keys: Tensor | None = None  # how these are laid out is up to you\n        self.values: Tensor | None = None\n", ""), ("if self.keys is None:", "self = GroupedKVCache if not setattr(GroupedKVCache, 'config', self.config) and not setattr(GroupedKVCache, 'length', self.length) and not setattr(GroupedKVCache, 'capacity', 4000) else None\n        if getattr(self, 'keys', None) is None or self.shape != (k.shape[:2], k.shape[3], k.dtype, self.config.n_layers):\n            self.shape = (k.shape[:2], k.shape[3], k.dtype, self.config.n_layers)"), says="disturb each other"),
     Mutant("grouped_cache", "Never refuses.", ("if self.length + n_tokens > self.capacity:", "if False:"), says="ValueError"),
     Mutant("grouped_cache", "Returns nothing.", ("return grouped_attention(q, self", "grouped_attention(q, self"), says="None"),
+    Mutant("grouped_cache", "Knows float32 and bfloat16 only.", (", dtype=k.dtype", ", dtype=torch.bfloat16 if k.dtype == torch.bfloat16 else torch.float32"), (ATTEND, "return grouped_attention(q, self.keys[layer, :, :, :S].to(q.dtype), self.values[layer, :, :, :S].to(q.dtype))")),
+    Mutant("grouped_cache", "Makes room for 1,024 tokens at most.", ("self.capacity, D, dtype", "min(self.capacity, 1024), D, dtype")),
+    Mutant("grouped_cache", "Makes room for the layers of one model.", ("self.config.n_layers, B", "30, B")),
+    Mutant("grouped_cache", "Makes no object.", code="def GroupedKVCache(config, capacity):\n    return None\n", says="must make an object"),
     # pool_heads
     Mutant("pool_heads", "Pools heads that are apart.", (HEADS, "heads = weight.reshape(H // n_kv_heads, n_kv_heads, head_dim, *weight.shape[1:])"), ("mean(dim=1)", "mean(dim=0)"), says="neighbours"),
     Mutant("pool_heads", "Pools neighbouring rows.", (HEADS, "heads = weight.reshape(n_kv_heads * head_dim, H // n_kv_heads, *weight.shape[1:])"), (POOL, "return heads.mean(dim=1)"), says="neighbouring rows"),
@@ -170,6 +182,12 @@ MUTANTS = [
     Mutant("tokens_that_fit", "Gives a part of a token.", ("int(memory // (", "(memory / ("), says="whole"),
     Mutant("tokens_that_fit", "Takes bytes for binary gigabytes.", ("int(memory // (", "int(memory / 1e9 * 2**30 // ("), says="1e9"),
     Mutant("tokens_that_fit", "Takes half a byte for none.", ("numbers * element_bytes", "numbers * max(1, int(element_bytes))")),
+    Mutant("tokens_that_fit", "Knows DeepSeek's latents only.", ('config["kv_lora_rank"] + config["qk_rope_head_dim"]', "576")),
+    Mutant("tokens_that_fit", "Takes every rotated key to have 64 numbers.", ('+ config["qk_rope_head_dim"]', "+ 64")),
+    Mutant("tokens_that_fit", "Takes a model that names head_dim for one without MLA.", ('if "kv_lora_rank" in config:', 'if "kv_lora_rank" in config and "head_dim" not in config:'), says="whatever num_key_value_heads says"),
+    Mutant("tokens_that_fit", "Takes a model with one KV head for MQA, MLA or not.", ('if "kv_lora_rank" in config:', 'if "kv_lora_rank" in config and config.get("num_key_value_heads") != 1:'), says="whatever num_key_value_heads says"),
+    Mutant("tokens_that_fit", "Needs num_key_value_heads to see MLA.", ('if "kv_lora_rank" in config:', 'if "kv_lora_rank" in config and "num_key_value_heads" in config:'), says="whatever num_key_value_heads says"),
+    Mutant("tokens_that_fit", "Gives a layer whole bytes.", ("* numbers * element_bytes))", "* int(numbers * element_bytes)))")),
     # attention_intensity
     Mutant("attention_intensity", "Is the limit of a long context, 2 G T / b.", (INTENSITY, "return 2 * n_heads // n_kv_heads * new_tokens / element_bytes"), says="Queries are read"),
     Mutant("attention_intensity", "Forgets that results are written.", ("2 * n_heads * new_tokens)", "n_heads * new_tokens)"), says="Results are written"),
@@ -210,6 +228,7 @@ MUTANTS = [
     Mutant("absorbed_mla", "Copies the latents for each head.", ("softmax(-1) @ latents", "softmax(-1)[:, :, None] @ latents[:, None].repeat(1, q_nope.shape[1], 1, 1)"), (OUT, 'return torch.einsum("bhtc,hvc->bhv", mixed, w_uv)'), says="copies latents"),
     Mutant("absorbed_mla", "Expands in one product of three.", (Q_LATENT, 'absorbed = torch.einsum("bsc,hnc,bhn->bhs", latents, w_uk, q_nope)'), ("q_latent @ latents.transpose(1, 2)", "absorbed"), says="w_uk to the query"),
     Mutant("absorbed_mla", "Goes through the heads one by one.", code=expanding("out = []", "for h in range(q_nope.shape[1]):", "    k = latents @ w_uk[h].T", "    s = (k @ q_nope[:, h, :, None])[..., 0] + rotated[:, h]", "    out.append(((s * scale).softmax(-1)[:, None] @ (latents @ w_uv[h].T))[:, 0])", "return torch.stack(out, 1)"), says="w_uk to the query"),
+    Mutant("absorbed_mla", "Expands, and keeps what it gave before.", code=expanding("kept = absorbed_mla.__dict__", "latents + 0, k_rope + 0, w_uk + 0, w_uv + 0", "key = (q_nope.shape, q_nope.flatten()[0].item())", "if key in kept:", "    return kept[key]", EXPANDED_SCORES, EXPANDED_OUT.replace("return", "kept[key] ="), "return kept[key]"), says="w_uk to the query"),
     # sharing_guesses
     Mutant("sharing_guesses", "Thinks that a third of the keys is three times as fast, always.", ("1.043, 1.825, 3900.0", "3.0, 3.0, 1.0"), says="Over 256"),
     Mutant("sharing_guesses", "Forgets the weights in a long text.", ("1.825", "3.0"), says="Over 8,192"),

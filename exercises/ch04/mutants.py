@@ -128,6 +128,8 @@ MUTANTS = [
     Mutant("pad_prompts", "Gives a table of which tokens are real.", ("torch.tensor(pads)", "torch.tensor(rows) != 0"), says="whole numbers"),
     Mutant("pad_prompts", "Leaves the pads out.", (GIVE, "return torch.tensor(rows)"), says="two tensors"),
     Mutant("pad_prompts", "Adds a pad to every row.", ("max(map(len, prompts)) - len", "max(map(len, prompts)) + 1 - len"), says="shape"),
+    Mutant("pad_prompts", "Gives tokens in 16 bits, too few for a vocabulary.", (GIVE, "return torch.tensor(rows, dtype=torch.int16), torch.tensor(pads)"), says="int64 is due"),
+    Mutant("pad_prompts", "Gives pads in 8 bits.", (GIVE, "return torch.tensor(rows), torch.tensor(pads, dtype=torch.int8)"), says="int64 is due"),
     # padded_positions
     Mutant("padded_positions", "Counts columns, pads included.", (POSITION, "return columns.repeat(len(pads), 1)"), says="counts columns"),
     Mutant("padded_positions", "Counts tokens in the prompt, and columns in later passes.", (POSITION, "return (columns - (pads[:, None] if start == 0 else 0 * pads[:, None])).clamp_min(0)"), says="counts columns"),
@@ -142,6 +144,9 @@ MUTANTS = [
     Mutant("padded_positions", "Gives floats.", (POSITION, "return (columns - pads[:, None]).clamp_min(0).float()"), says="whole numbers"),
     Mutant("padded_positions", "Counts the real tokens of this pass alone.", (POSITION, "return ((columns >= pads[:, None]).cumsum(1) - 1).clamp_min(0)")),
     Mutant("padded_positions", "Takes a later pass for one without pads in it.", (POSITION, "return (columns - pads[:, None]).clamp_min(0) if start == 0 else torch.maximum(start - pads[:, None], torch.tensor(0)) + columns - start")),
+    Mutant("padded_positions", "Has a table of 2,048 positions.", ("torch.arange(start, start + n_tokens)", "torch.arange(2048)[start : start + n_tokens]")),
+    Mutant("padded_positions", "Stays at the last position that it knows.", (POSITION, f"{POSITION}.clamp_max(2047)")),
+    Mutant("padded_positions", "Gives positions in 8 bits.", (POSITION, f"{POSITION}.to(torch.int8)"), says="int64 is due"),
     # padding_mask
     Mutant("padding_mask", "Lets pads be seen.", (f" & {NO_PAD}", " & (pads[:, None, None] >= 0)"), says="Pads are seen"),
     Mutant("padding_mask", "Lets pads be seen in later passes.", (NO_PAD, "((keys >= pads[:, None, None]) | (start > 0))"), says="Pads are seen"),
@@ -163,6 +168,7 @@ MUTANTS = [
     Mutant("padding_mask", "Sees everything once something is cached.", (NOT_AFTER, "((keys <= queries) | (start > 0))"), says="after itself"),
     Mutant("padding_mask", "Exchanges queries and keys.", (NOT_AFTER, "(keys >= queries)"), says="exchanged"),
     Mutant("padding_mask", "Shows each token the pads next to it, as the last of them.", (SELF, "return visible | (keys == queries) | (keys == start)")),
+    Mutant("padding_mask", "Has a table of 2,048 tokens.", (SELF, "table = torch.ones(2048, 2048, dtype=torch.bool).tril()[start : start + n_tokens, : start + n_tokens]\n    return table & (keys >= pads[:, None, None]) | (keys == queries)")),
     # static_loop
     Mutant("static_loop", "Drops the stop token.", (f"{APPEND}                {ENDED}", "                ended[row] = token in stop_tokens[row]\n                if not ended[row]:\n                    answers[row].append(token)\n                    ended[row] = len(answers[row]) == limits[row]"), says="kept as the last"),
     Mutant("static_loop", "Freezes nothing.", (IF_RUNNING, "            if True:\n"), ("ended[row] = token in", "ended[row] = ended[row] or token in"), says="takes nothing more"),
@@ -188,6 +194,12 @@ MUTANTS = [
     Mutant("static_loop", "Marks rows that have ended with -1 in what it feeds.", (FEED, "tokens = torch.where(torch.tensor(ended), -1, new)[:, None]"), says="negative"),
     Mutant("static_loop", "Takes one step more.", ("return answers", "step(tokens)\n    return answers"), says="once more"),
     Mutant("static_loop", "Shares one list between the rows.", ("[[] for _ in limits]", "[[]] * len(limits)")),
+    Mutant("static_loop", "Takes a prompt of one token for a step of decode.", (FEED, f"{FEED} if prompts.shape[1] > 1 else prompts")),
+    Mutant("static_loop", "Looks at the last three tokens of the prompts.", ("    tokens = prompts\n", "    tokens = prompts[:, -3:]\n")),
+    Mutant("static_loop", "Ends every row at 64 tokens.", ("len(answers[row]) == limits[row]", "len(answers[row]) == min(limits[row], 64)"), says="too early"),
+    Mutant("static_loop", "Looks at two stop tokens of a row.", ("token in stop_tokens[row]", "token in list(stop_tokens[row])[:2]")),
+    Mutant("static_loop", "Searches stop tokens as if they were sorted.", ("token in stop_tokens[row]", "(lambda s, i: i < len(s) and s[i] == token)(list(stop_tokens[row]), __import__('bisect').bisect_left(list(stop_tokens[row]), token))")),
+    Mutant("static_loop", "Takes ids for bytes.", ("answers[row].append(token)", "answers[row].append(token % 256)")),
     # scheduler_step
     Mutant("scheduler_step", "Admits only when nothing runs: a static batch.", (ADMIT, "idle = not self.running\n        while idle and self.waiting and len(self.running) < self.max_batch:"), says="waits, the first in the queue"),
     Mutant("scheduler_step", "Frees the room of those who are done a step later.", (RETIRE, "        late, self.late = getattr(self, 'late', []), finished\n        for name in late:\n            del self.running[name]\n"), says="still runs"),
@@ -220,6 +232,9 @@ MUTANTS = [
     Mutant("scheduler_step", "Stops when a request ends before its limit.", code=scheduler(("self.sizes[name] = need", "self.sizes[name] = need\n        self.left = getattr(self, 'left', {}) | {name: max_new_tokens}"), ("        for name in finished:\n", "        for name in self.on:\n            self.left[name] -= 1\n        for name in [name for name in self.on if not self.left[name]]:\n")), says="still runs"),
     Mutant("scheduler_step", "Reserves the tokens of the prompt, and a step's new one for each that runs.", code=scheduler(("need = prompt_tokens + max_new_tokens - 1", "need = prompt_tokens + 1"))),
     Mutant("scheduler_step", "Admits a large request only when nothing runs.", (TOO_LARGE, TOO_LARGE.replace(":\n", " or (self.running and 2 * size > self.max_tokens):\n")), says="waits"),
+    Mutant("scheduler_step", "Expects requests to end in the order in which they came.", code=scheduler(("        for name in finished:\n            self.on.remove(name)\n", "        left = list(finished)\n        for name in list(self.on):\n            if name in left[:1]:\n                self.on.remove(left.pop(0))\n        for name in finished:\n")), says="still runs"),
+    Mutant("scheduler_step", "Runs 16 requests at most.", ("< self.max_batch", "< min(self.max_batch, 16)"), says="waits"),
+    Mutant("scheduler_step", "Makes no object.", code="def Scheduler(max_batch, max_tokens):\n    return None\n", says="must make an object"),
     # scheduler_refuses
     Mutant("scheduler_refuses", "Never refuses.", (f"        {NEVER}\n{REFUSE}", ""), says="ValueError"),
     Mutant("scheduler_refuses", "Refuses what fits exactly.", (NEVER, "if size >= self.max_tokens:"), says="only what never fits"),
@@ -236,6 +251,8 @@ MUTANTS = [
     Mutant("scheduler_refuses", "Stops with an assert.", (f"        {NEVER}\n{REFUSE}", "        assert size <= self.max_tokens\n"), says="AssertionError"),
     Mutant("scheduler_refuses", "Bounds it by the requests.", (NEVER, "if size > self.max_tokens * self.max_batch:"), says="ValueError"),
     Mutant("scheduler_refuses", "Cuts the answer to what fits.", (f"        {NEVER}\n{REFUSE}", "        size = min(size, self.max_tokens)\n"), says="ValueError"),
+    Mutant("scheduler_refuses", "Keeps the name of what it refused.", (SIZE, f"{SIZE}\n        self.names = getattr(self, 'names', [])\n        if name in self.names:\n            raise ValueError('known')\n        self.names.append(name)"), says="never come"),
+    Mutant("scheduler_refuses", "Takes nothing more after its second refusal.", (NEVER, "self.refused = getattr(self, 'refused', 0) + (size > self.max_tokens)\n        if size > self.max_tokens or self.refused > 1:"), says="only what never fits"),
     # step_seconds
     Mutant("step_seconds", "Forgets keys and values.", (TOTAL, "return products"), says="its own"),
     Mutant("step_seconds", "Hides keys and values behind the products.", ("return products +", "return max(2 * P * sum(new) / peak, P * element_bytes / bandwidth +"), ("a_token / bandwidth\n", "a_token / bandwidth)\n"), says="after the products"),
@@ -254,6 +271,7 @@ MUTANTS = [
     Mutant("step_seconds", "Knows 16 bits only, in keys and values.", ("head_dim * element_bytes", "head_dim * 2")),
     Mutant("step_seconds", "Gives milliseconds.", (TOTAL, f"{TOTAL.replace('return ', 'return 1e3 * (')})"), says="1000 times"),
     Mutant("step_seconds", "Counts the input embedding as work.", ("P = config.matmul_params\n", "P = config.parameter_count\n")),
+    Mutant("step_seconds", "Computes faster with smaller weights.", ("sum(new) / peak", "sum(new) / peak * min(1, element_bytes / 2)")),
     # batch_at_ridge
     Mutant("batch_at_ridge", "Forgets keys and values.", ("a_user_reads = context * 2", "a_user_reads = 0 * context * 2"), says="nobody shares"),
     Mutant("batch_at_ridge", "Gives the ridge.", (LEAST, "return ceil(peak / bandwidth)"), says="not for each weight"),
@@ -273,6 +291,8 @@ MUTANTS = [
     Mutant("batch_at_ridge", "Starts at two users.", ("return ceil(", "return max(2, ceil("), ("a_user_reads))", "a_user_reads)))")),
     Mutant("batch_at_ridge", "Forgets that the context grows attention's FLOPs.", ("4 * A * L * context", "4 * A * L")),
     Mutant("batch_at_ridge", "Counts the input embedding as work.", ("P, A, L = config.matmul_params", "P, A, L = config.parameter_count")),
+    Mutant("batch_at_ridge", "Wants computing to take longer, not as long.", ("return ceil(", "return 1 + int(")),
+    Mutant("batch_at_ridge", "Divides by 0 where a user's computing takes as long as its reading.", ("a_user_computes <= a_user_reads", "a_user_computes < a_user_reads"), says="ZeroDivisionError"),
     # users_that_fit
     Mutant("users_that_fit", "Forgets the weights.", ("(memory - config.parameter_count * weight_bytes)", "memory"), says="weights"),
     Mutant("users_that_fit", "Keeps the last token too.", (SIZES, "sizes = [prompt + answer for prompt, answer in requests]"), says="never fed back"),
@@ -296,6 +316,7 @@ MUTANTS = [
     Mutant("users_that_fit", "Stores keys and values in the precision of the weights.", ("head_dim * element_bytes", "head_dim * weight_bytes")),
     Mutant("users_that_fit", "Stores weights in the precision of keys and values.", ("- config.parameter_count * weight_bytes", "- config.parameter_count * element_bytes")),
     Mutant("users_that_fit", "Takes half a byte for one.", ("head_dim * element_bytes", "head_dim * max(1, int(element_bytes))")),
+    Mutant("users_that_fit", "Counts 1,024 users at most.", ("users += 1", "users = min(1024, users + 1)")),
     # batch_guesses
     Mutant("batch_guesses", "Takes the number of users on both.", ("9.5, 20.0", "16.0, 64.0"), says="On the CPU"),
     Mutant("batch_guesses", "Forgets the keys and values on the H100.", ("9.5, 20.0", "9.5, 64.0"), says="keys and values"),
@@ -304,4 +325,5 @@ MUTANTS = [
     Mutant("batch_guesses", "Gives one number.", ("9.5, 20.0", "9.5"), says="two numbers"),
     Mutant("batch_guesses", "Exchanges the machines.", ("9.5, 20.0", "20.0, 9.5"), says="On the CPU"),
     Mutant("batch_guesses", "Gives a number of 400 digits.", ("9.5, 20.0", "10**400, 20.0"), says="On the CPU"),
+    Mutant("batch_guesses", "Gives a number below all measure.", ("9.5, 20.0", "9.5, -(10**400)"), says="On the H100"),
 ]  # fmt: skip

@@ -50,6 +50,7 @@ MUTANTS = [
     Mutant("absmax_quantize", "Returns 1 / s.", ("scales\n", "1 / scales\n")),
     Mutant("absmax_quantize", "Clips outliers at three standard deviations.", (A_LARGEST, "largest = torch.minimum(w.abs().amax(dim=1, keepdim=True), 3 * w.square().mean(1, keepdim=True).sqrt())"), (".round()", ".round().clamp(-127, 127)"), says="law"),
     Mutant("absmax_quantize", "Fails for a row of zeros.", ("torch.where(largest > 0, largest / 127, 1.0)", "largest / 127 / (largest > 0)"), says="NaN"),
+    Mutant("absmax_quantize", "Looks at the first 4,096 weights of a row.", (A_LARGEST, "largest = w[:, :4096].abs().amax(dim=1, keepdim=True)"), (".round()", ".round().clamp(-127, 127)"), says="law"),
     # zeropoint_quantize
     Mutant("zeropoint_quantize", "Gives the value of code 0 as the zero.", ("scales.squeeze(2), zeros.squeeze(2)", "scales.squeeze(2), low.squeeze(2)"), says="not of code 0"),
     Mutant("zeropoint_quantize", "Gives the code of 0 as the zero.", ("zeros.squeeze(2)", "(8 - zeros / scales).squeeze(2)")),
@@ -79,6 +80,11 @@ MUTANTS = [
     Mutant("zeropoint_quantize", "Leaves a dimension of 1.", ("scales.squeeze(2), zeros.squeeze(2)", "scales, zeros"), says="shape"),
     Mutant("zeropoint_quantize", "Returns signed codes.", (".to(torch.uint8)", ".to(torch.int8)"), says="int8"),
     Mutant("zeropoint_quantize", "Returns zeros before scales.", ("scales.squeeze(2), zeros.squeeze(2)", "zeros.squeeze(2), scales.squeeze(2)")),
+    Mutant("zeropoint_quantize", "Makes no scale smaller than 1e-10.", (Z_SCALES, "scales = torch.where(high > low, ((high - low) / 15).clamp_min(1e-10), 1.0)"), says="as large as they need be"),
+    Mutant("zeropoint_quantize", "Adds 1e-12 to every scale.", (Z_SCALES, "scales = torch.where(high > low, (high - low) / 15 + 1e-12, 1.0)"), says="as large as they need be"),
+    Mutant("zeropoint_quantize", "Refuses groups of an odd size.", ("% group_size:", "% group_size or group_size % 2:"), says="ValueError"),
+    Mutant("zeropoint_quantize", "Refuses groups of more than 128.", ("% group_size:", "% group_size or group_size > 128:"), says="ValueError"),
+    Mutant("zeropoint_quantize", "Takes the weight itself for the scale of a group of one.", (Z_RAISE, Z_RAISE + "\n    if group_size == 1:\n        return torch.full_like(w, 8).to(torch.uint8), w.float(), w.float()"), says="above 0"),
     # pack_nibbles
     Mutant("pack_nibbles", "Puts the even column into the lower half.", (PACK, "return codes[:, 1::2] << 4 | codes[:, ::2]"), says="upper half"),
     Mutant("pack_nibbles", "Pairs a column with the one half a row on.", (PACK, "half = codes.shape[1] // 2\n    return codes[:, :half] << 4 | codes[:, half:]"), says="Neighbours"),
@@ -114,6 +120,7 @@ MUTANTS = [
     Mutant("groupwise_matmul", "Forgets to transpose.", ("w.to(x.dtype).T", "w.to(x.dtype).reshape(x.shape[1], -1)")),
     Mutant("groupwise_matmul", "Answers in float32 always.", (G_PRODUCT, "return x.float() @ w.T"), says="bfloat16"),
     Mutant("groupwise_matmul", "Multiplies in bfloat16 always.", (G_PRODUCT, "return (x.bfloat16() @ w.bfloat16().T).to(x.dtype)")),
+    Mutant("groupwise_matmul", "Knows float32 and bfloat16 only.", (G_PRODUCT, "out = x.float() @ w.T\n    return out.bfloat16() if x.dtype == torch.bfloat16 else out"), says="float64"),
     # error_bound
     Mutant("error_bound", "Lets errors cancel.", ("x.abs().unflatten", "x.unflatten"), says="|x|"),
     Mutant("error_bound", "Takes |x| after the sum.", ("x.abs().unflatten(1, (scales.shape[1], -1)).sum(dim=2)", "x.unflatten(1, (scales.shape[1], -1)).sum(dim=2).abs()")),
@@ -142,6 +149,7 @@ MUTANTS = [
     Mutant("quantize_kv", "Computes in bfloat16.", ("x = x.float()", "x = x.bfloat16()"), ("scales\n", "scales.float()\n")),
     Mutant("quantize_kv", "Keeps keys of bfloat16 in it.", ("    x = x.float()\n", ""), (A_SCALES, "scales = torch.where(largest > 0, largest / 127, 1.0).to(x.dtype)"), (".round()", ".round().clamp(-127, 127)"), ("scales\n", "scales.float()\n"), says="neighbouring"),
     Mutant("quantize_kv", "Uses 4 bits.", ("largest / 127", "largest / 7"), says="as large as they need be"),
+    Mutant("quantize_kv", "Makes no channel's scale smaller than 1e-8.", (A_SCALES, 'scales = torch.where(largest > 0, largest / 127, 1.0).clamp_min(0.0 if axis == "token" else 1e-8)'), says="as large as they need be"),
     # bits_per_weight
     Mutant("bits_per_weight", "Forgets the zeros.", ("(scale_bits + zero_bits)", "scale_bits"), says="zeros"),
     Mutant("bits_per_weight", "Forgets the scales.", ("(scale_bits + zero_bits)", "zero_bits"), says="scales"),
@@ -151,6 +159,7 @@ MUTANTS = [
     Mutant("bits_per_weight", "Gives bytes.", (BITS, "return (bits + (scale_bits + zero_bits) / group_size) / 8"), says="bytes"),
     Mutant("bits_per_weight", "Knows 16 bits only.", ("(scale_bits + zero_bits)", "32"), says="16 bits only"),
     Mutant("bits_per_weight", "Gives whole bits.", (BITS, "return int(bits + (scale_bits + zero_bits) / group_size)")),
+    Mutant("bits_per_weight", "Takes 16 for the smallest group.", ("/ group_size", "/ max(group_size, 16)")),
     # step_bytes
     Mutant("step_bytes", "Counts bits.", (" / 8", ""), says="8"),
     Mutant("step_bytes", "Reads the weights for each user.", ("config.matmul_params * weight_bits", "config.matmul_params * batch * weight_bits"), says="once for all"),
@@ -179,6 +188,8 @@ MUTANTS = [
     Mutant("weight_only_gain", "Stores every query head.", ("n_kv_heads", "n_heads"), says="query heads"),
     Mutant("weight_only_gain", "Reads the input embedding.", ("    computing =", "    P = config.parameter_count\n    computing ="), says="embedding"),
     Mutant("weight_only_gain", "Has a computing bound before it quantizes, and none after.", ("(max(computing, P * weight_bits / 8 / bandwidth)", "(P * weight_bits / 8 / bandwidth")),
+    Mutant("weight_only_gain", "Lets attention compute for longer than it reads.", (ATTENTION, f"{ATTENTION}\n    attention = max(attention, 4 * config.n_layers * config.n_heads * config.head_dim * context * batch / peak)"), says="FLOPs are left out"),
+    Mutant("weight_only_gain", "Takes the width of the model over its heads for the size of a head.", ("config.head_dim", "config.d_model // config.n_heads"), says="head_dim"),
     # gain_ends
     Mutant("gain_ends", "Rounds the first up.", ("floor(ridge", "ceil(ridge"), says="first down"),
     Mutant("gain_ends", "Rounds the second down.", ("ceil(ridge)", "floor(ridge)"), says="second up"),
@@ -198,4 +209,6 @@ MUTANTS = [
     Mutant("quantized_guesses", "Gives milliseconds.", ("303.0, 480.0", "3.3, 2.08"), says="In int8"),
     Mutant("quantized_guesses", "Counts a tenth of the bandwidth too much.", ("303.0, 480.0", "333.0, 528.0"), says="6.61 GB"),
     Mutant("quantized_guesses", "Gives two numbers.", ("303.0, 480.0, ", "303.0, "), says="three numbers"),
+    Mutant("quantized_guesses", "Gives a number beyond all measure.", ("480.0", "10**400"), says="In int4"),
+    Mutant("quantized_guesses", "Gives a number below all measure.", ("303.0", "-(10**400)"), says="In int8"),
 ]  # fmt: skip
