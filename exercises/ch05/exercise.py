@@ -57,7 +57,10 @@ def pack_nibbles(codes: Tensor) -> Tensor:
 
 # %%
 def unpack_nibbles(packed: Tensor) -> Tensor:
-    """The codes again: bytes (N, K/2), uint8, into codes (N, K), uint8. 1 point. Hint: >>, &."""
+    """The codes again: bytes (N, K/2), uint8, into codes (N, K), uint8. 1 point.
+
+    Hint: >>, &.
+    """
     raise NotImplementedError("Return the codes, two columns for each byte.")
 
 

@@ -108,7 +108,7 @@ DIGESTS: dict[str, str] = {
     "ch04/solution.py": "e3dedcbefe4edfda7dca6cf38f7e9f353c9b14b9a87bb5582166a9a4821519c5",
     "ch04/test_exercise.py": "97659803415275247bbe67ef8631233d1c252a34a8647b28a305d1f06b24c53f",
     "ch05/mutants.py": "1e0a97fafdce54d7618eb2de54725dd589b478341b32c9485a5ebc5f7178725b",
-    "ch05/solution.py": "c6042fb638d04ae833a44c124ea81ab19e8fad16ad85c4ac6ccebc978b2dd17c",
+    "ch05/solution.py": "57ad0804f41106e8a65c288281d024aab8807f6cade01dfe52b723e092220f8e",
     "ch05/test_exercise.py": "fee1a18ab69268eac072899fa391590903f547cceae39b6a3d6bcc2eceb21368",
     "ch06/mutants.py": "ea60ba15ed0851d1040abc03add1a847853cab03634125d5ffa9974dd40e25b4",
     "ch06/solution.py": "49ca6ccabe65d91b154cd0354975460b0290c570ad2010acd0b8fee57a1c52f9",
