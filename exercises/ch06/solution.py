@@ -303,9 +303,7 @@ def speedup_at_batch(
 #
 # print("Llama-3-8B on an H100, alpha 0.7, lookahead 4: the speed-up at a context of 256 and of 8,192 tokens")
 # for batch in (1, 16, 64, 128, 256):
-#     short, long = (
-#         speedup_at_batch(KNOWN_MODELS["llama-3-8b"], batch, n, 0.7, 4, 989e12, 3.35e12) for n in (256, 8192)
-#     )
+#     short, long = (speedup_at_batch(KNOWN_MODELS["llama-3-8b"], batch, n, 0.7, 4, 989e12, 3.35e12) for n in (256, 8192))
 #     print(f"{batch:4d} answers {short:8.2f} {long:8.2f}")
 
 

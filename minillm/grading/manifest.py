@@ -111,6 +111,6 @@ DIGESTS: dict[str, str] = {
     "ch05/solution.py": "57ad0804f41106e8a65c288281d024aab8807f6cade01dfe52b723e092220f8e",
     "ch05/test_exercise.py": "fee1a18ab69268eac072899fa391590903f547cceae39b6a3d6bcc2eceb21368",
     "ch06/mutants.py": "ea60ba15ed0851d1040abc03add1a847853cab03634125d5ffa9974dd40e25b4",
-    "ch06/solution.py": "49ca6ccabe65d91b154cd0354975460b0290c570ad2010acd0b8fee57a1c52f9",
+    "ch06/solution.py": "68982d331bebde40096627e4a079e99c17e8c4b4b3dfe827de8c6e7e7562977c",
     "ch06/test_exercise.py": "807139ba537b2016b9c3030a3221a9ef0de92d13f1ed68ce38b6b960c4ab51a7",
 }
