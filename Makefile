@@ -27,7 +27,7 @@ tour: env
 	$(BIN)/minillm tour --plot tour/roofline.png --json tour/tour.json $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 # two processes of one thread: most tests have no work for two
 
 lint: env
 	$(BIN)/ruff check .
