@@ -23,7 +23,7 @@ from minillm import cli
 from minillm.book import show, table
 from minillm.errors import UsageError
 from minillm.roofline.ceilings import Ceilings
-from minillm.stages import kv_cache, naive
+from minillm.stages import kv_cache, naive, static_batching
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOK_LIMIT_S = 240  # each is to take under 2 minutes on 2 idle cores; the tests may share them
@@ -237,7 +237,7 @@ def test_bold_figures_are_what_a_cell_gives(chapter):
 def test_show_gives_source_under_the_name_of_its_file():
     assert repr(show(naive.causal_attention)).startswith("# minillm/stages/naive.py\ndef causal_attention(")
     assert show(naive).code == (ROOT / "minillm/stages/naive.py").read_text().rstrip()
-    assert show(naive.generate).code.startswith("@torch.inference_mode()\ndef generate(")
+    assert show(static_batching.generate).code.startswith("@torch.inference_mode()\ndef generate(")
     assert show(minillm.config.ModelConfig.matmul_params).code.startswith("@property\ndef matmul_params(self)")
 
 
