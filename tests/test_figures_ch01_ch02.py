@@ -1,17 +1,12 @@
 """The pictures of chapters 1 and 2: each shows the numbers that it is given, read back from what was drawn."""
 
-from io import BytesIO
-
-import matplotlib.image
 import numpy as np
 import pytest
-from matplotlib.axes import Axes
-from matplotlib.colors import to_hex
-from matplotlib.patches import Rectangle
+from picture_checks import assert_a_page_wide_and_the_same_each_time, boxes, lines, words
 
 from minillm.config import known_model
 from minillm.figures import ch01, ch02
-from minillm.figures.picture import BLUE, DARK, PALE, Picture
+from minillm.figures.picture import BLUE, DARK, PALE
 from minillm.roofline.ceilings import Ceilings
 from minillm.roofline.counting import Cost, Operator
 from minillm.roofline.position import Position
@@ -42,24 +37,9 @@ ALL = {
 }
 
 
-def boxes(axes: Axes, color: str) -> list[Rectangle]:
-    return [p for p in axes.patches if isinstance(p, Rectangle) and to_hex(p.get_facecolor()) == color]
-
-
-def lines(axes: Axes) -> dict[str, np.ndarray]:
-    return {str(line.get_label()): line.get_xydata() for line in axes.get_lines()}  # type: ignore[misc]
-
-
-def words(picture: Picture) -> list[str]:
-    return [text.get_text() for axes in picture.axes for text in axes.texts]
-
-
 @pytest.mark.parametrize("draw", ALL.values(), ids=ALL)
 def test_picture_is_a_page_wide_and_the_same_each_time(draw):
-    first, second = draw(), draw()
-    assert first._repr_png_() == second._repr_png_()
-    assert matplotlib.image.imread(BytesIO(first._repr_png_())).shape[1] == 792
-    assert first.alt
+    assert_a_page_wide_and_the_same_each_time(draw)
 
 
 @pytest.mark.parametrize("draw", ALL.values(), ids=ALL)

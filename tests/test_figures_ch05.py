@@ -1,8 +1,5 @@
 """The pictures of chapter 5: each shows the numbers that it is given, read back from what was drawn."""
 
-from io import BytesIO
-
-import matplotlib.image
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
@@ -10,6 +7,7 @@ from matplotlib.collections import LineCollection
 from matplotlib.colors import to_hex
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
+from picture_checks import assert_a_page_wide_and_the_same_each_time
 
 from minillm.figures import ch05
 from minillm.figures.picture import BLUE
@@ -58,10 +56,7 @@ def words(axes: Axes) -> list[str]:
 
 @pytest.mark.parametrize("draw", ALL.values(), ids=ALL)
 def test_picture_is_a_page_wide_and_the_same_each_time(draw):
-    first, second = draw(), draw()
-    assert first._repr_png_() == second._repr_png_()
-    assert matplotlib.image.imread(BytesIO(first._repr_png_())).shape[1] == 792
-    assert first.alt
+    assert_a_page_wide_and_the_same_each_time(draw)
 
 
 @pytest.mark.parametrize("draw", ALL.values(), ids=ALL)

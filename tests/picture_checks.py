@@ -1,0 +1,33 @@
+"""What the tests of the chapters' pictures share: what is drawn on a picture, and what every picture must keep."""
+
+from collections.abc import Callable
+from io import BytesIO
+
+import matplotlib.image
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
+from matplotlib.patches import Rectangle
+
+from minillm.figures.picture import Picture
+
+
+def boxes(axes: Axes, color: str = "", hatch: str = "") -> list[Rectangle]:
+    """Rectangles of this color, or of this hatching."""
+    found = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
+    return [p for p in found if (p.get_hatch() == hatch if hatch else to_hex(p.get_facecolor()) == color)]
+
+
+def lines(axes: Axes) -> dict[str, np.ndarray]:
+    return {str(line.get_label()): line.get_xydata() for line in axes.get_lines()}  # type: ignore[misc]
+
+
+def words(picture: Picture) -> list[str]:
+    return [text.get_text() for axes in picture.axes for text in axes.texts]
+
+
+def assert_a_page_wide_and_the_same_each_time(draw: Callable[[], Picture]) -> None:
+    first, second = draw(), draw()
+    assert first._repr_png_() == second._repr_png_()
+    assert matplotlib.image.imread(BytesIO(first._repr_png_())).shape[1] == 792
+    assert first.alt
