@@ -43,9 +43,7 @@ def probabilities(
     if top_p is not None and top_p >= 1:
         top_p = None  # all of the mass: a sum that rounds up to 1 would cut the tail off
     if top_k is None and top_p is None:
-        p = scaled.softmax(
-            dim=-1
-        )  # no order is needed, and sorting a vocabulary takes as long as a decode step on a CPU
+        p = scaled.softmax(dim=-1)  # no order is needed, so nothing is sorted
     else:
         p = _most_probable(scaled, top_k, top_p)
     if min_p is not None:
