@@ -34,7 +34,7 @@ def default_model_path() -> Path:
     Raises `MinillmError` if it cannot be had.
     """
     path = cache_folder() / MODEL_FILE
-    if not _is_intact(path):
+    if not is_intact(path):
         try:
             _fetch_default_model(path)
         except OSError as error:
@@ -42,7 +42,8 @@ def default_model_path() -> Path:
     return path
 
 
-def _is_intact(path: Path) -> bool:
+def is_intact(path: Path) -> bool:
+    """Whether the whole default model lies there, to the last bit."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest() == MODEL_SHA256

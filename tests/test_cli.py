@@ -388,36 +388,6 @@ def test_predict_for_this_machine_measures_it(run: Callable[..., tuple[int, str,
     assert "Ceilings (measured): 20 GB/s, 100 GFLOP/s, 8 us overhead an operator" in " ".join(output.split())
 
 
-def test_doctor_prints_a_line_for_each_part(
-    run: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MINILLM_CACHE", str(tmp_path / "cache"))
-    status, output, error = run("doctor")
-    assert (status, error) == (0, "")
-    lines = [line.split(maxsplit=1) for line in output.splitlines() if line.strip()]
-    assert all(mark in ("ok", "note") for mark, _ in lines)
-    parts = ("Python", "PyTorch", "notebooks", "C++ compiler", "processor", "GPU", "default model", "disk")
-    for part in parts:
-        assert sum(words.startswith(part) for _, words in lines) >= 1, part
-    [model] = [(mark, words) for mark, words in lines if words.startswith("default model")]
-    assert model[0] == "note"
-    assert "not fetched yet" in model[1]
-    assert not (tmp_path / "cache").exists()  # looking changes nothing
-
-
-def test_doctor_names_the_command_that_mends_it(
-    run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
-    assert "pip install 'minillm[notebooks]'" in run("doctor")[1]
-
-
-def test_doctor_knows_an_apple_gpu(run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    assert "--device mps is accepted, and untested" in run("doctor")[1]
-
-
 # --- in a process of its own ------------------------------------------------------------------------------------------
 
 
