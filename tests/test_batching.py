@@ -503,6 +503,20 @@ def test_a_step_costs_the_same_however_much_of_the_cache_is_unused(device: str) 
     assert small.calls == steady_step("cpu", 3, 31).calls
 
 
+@pytest.mark.parametrize("size", [k * BLOCK + step for k in (1, 2) for step in (-1, 0, 1)])
+def test_lengths_at_the_edge_of_a_block_change_nothing(size: int, model: Transformer) -> None:
+    # Of `size` tokens that a request keeps: its prompt ends there, an answer crosses there, or a neighbour is there already.
+    prompts, limits = [random_prompt(size - n + 1, 97, seed=n) for n in (1, 2, 4)], [1, 2, 4]
+    prompts, limits = [*prompts, [7]], [*limits, 5]
+    expected = [alone(model, prompt, n) for prompt, n in zip(prompts, limits, strict=True)]
+    torch.use_deterministic_algorithms(True)  # fills the memory that torch.empty returns with NaN
+    try:
+        for max_batch in (1, 4):
+            assert texts(batching.generate(model, prompts, limits, max_batch=max_batch)) == expected
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_memory_is_that_of_the_slots_rounded_up_to_blocks(model: Transformer) -> None:
     cache, c = SlottedCache(model, slots=3, capacity=BLOCK + 1), model.config
     assert cache.keys.numel() == cache.values.numel() == c.n_layers * 3 * c.n_kv_heads * 2 * BLOCK * c.head_dim

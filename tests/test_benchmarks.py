@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -297,6 +298,31 @@ def test_a_model_that_would_not_be_the_same_there_is_refused(shape: str, words: 
     with pytest.raises(MinillmError, match=words) as error:
         llama_of_transformers(lively_model(SHAPES[shape]))
     assert str(error.value).endswith(".")
+
+
+def test_llama_cpp_forgets_before_every_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A stand-in that does what llama-cpp-python does: it keeps what it has read until it is told to forget.
+    class Llama:
+        def __init__(self, *_: object, **__: object) -> None:
+            self.kept: list[int] = []
+            self.read: list[int] = []
+
+        def reset(self) -> None:
+            self.kept = []
+
+        def generate(self, prompt: list[int], temp: float) -> Iterator[int]:
+            known = len(self.kept) if prompt[: len(self.kept)] == self.kept else 0
+            self.read.append(len(prompt) - known)
+            self.kept = list(prompt)
+            yield from range(100)
+
+    monkeypatch.setitem(sys.modules, "llama_cpp", SimpleNamespace(Llama=Llama))
+    monkeypatch.setattr(engines_module, "default_model_path", lambda: Path("model.gguf"))
+    engine = engines_module.LlamaCpp(torch.device("cpu"), context=64)
+    for _ in range(3):
+        assert engine.generate([[5, 6, 7]], 4) == [[0, 1, 2, 3]]
+    assert engine.generate([[5, 6, 7, 8]], 4) == [[0, 1, 2, 3]]
+    assert engine.model.read == [3, 3, 3, 4]  # the whole prompt every time
 
 
 @pytest.mark.skipif(not is_installed("llama.cpp"), reason="llama-cpp-python is not installed")

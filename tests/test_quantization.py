@@ -212,6 +212,21 @@ def test_fp8_rounds_weights_and_activations() -> None:
     torch.testing.assert_close(FP8Linear(layer)(x).double(), a @ w.T + layer.bias.double(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", [W8A8Linear, FastW8A8Linear, FP8Linear])
+def test_activations_of_a_row_are_rounded_by_that_row_alone(kind: type[QuantizedLinear]) -> None:
+    # One row is a thousand times another: with a scale for both, the small one would be all zeros.
+    layer = kind(linear(5, 48))
+    x = torch.randn(6, 48, generator=torch.Generator().manual_seed(1)) * 10.0 ** torch.tensor(
+        [[3], [0], [-3], [1], [0], [2]]
+    )
+    for row, out in zip(x, layer(x), strict=True):
+        alone = layer(row[None])[0]
+        # The codes are the same ones; float32 may add them up in another order.
+        torch.testing.assert_close(
+            out, alone, rtol=0, atol=48 * 2.0**-24 * float(row.abs().max() * layer.dequantize().abs().sum(1).max())
+        )
+
+
 def test_int8_of_a_width_that_the_kernel_would_read_beyond_takes_the_readable_layer() -> None:
     # With K = 24 the bf16 kernel of the CPU reads past the end of the row, and crashes or is silently wrong.
     model = lively_model(wide(CONFIG, d_model=24, head_dim=8))

@@ -870,6 +870,26 @@ def test_a_drafter_that_gives_more_than_was_asked_is_refused(model: Transformer)
     assert "at most" in refused(UsageError, lambda: generate(model, [1], 9, drafter=greedy_for_more))
 
 
+def test_what_fills_up_a_row_of_guesses_is_never_looked_up(model: Transformer) -> None:
+    # Rows guess different numbers; behind those stands what is no token id, on which an embedding raises.
+    prompts, drafted = [random_prompt(n, V, n) for n in (4, 9, 2)], [3, 1, 2]
+    expected = [naive.generate(model, prompt, 12).tokens for prompt in prompts]
+
+    class Filling:
+        def begin(self, model: Transformer, answers: Sequence[Answer]) -> Propose:
+            def propose(counts: list[int]) -> Draft:
+                counts = [min(most, n) for most, n in zip(drafted, counts, strict=True)]
+                tokens = torch.full((3, 5), -1)
+                for b, n in enumerate(counts):
+                    tokens[b, :n] = b
+                return Draft(tokens, counts, [None] * 3)
+
+            return propose
+
+    answers = generate_batch(model, prompts, 12, drafter=Filling(), lookahead=4)
+    assert [answer.tokens for answer in answers] == expected
+
+
 def test_a_sampler_of_unknown_probabilities_is_refused(model: Transformer) -> None:
     refused(UsageError, lambda: generate(model, [1], 4, drafter=NGramDrafter(), sampler=lambda logits: greedy(logits)))
 
