@@ -95,6 +95,9 @@ class RollbackCache:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         B, Hq, T, D = q.shape
         keys, values = self.keys[layer], self.values[layer]  # (B, Hkv, capacity, D)
+        if k.dtype == torch.float16 and not self._plain:
+            # A guess can overflow in fp16 and be refused; where a mask hides it, 0 times infinity would still be NaN.
+            k, v = k.nan_to_num(0.0, 0.0, 0.0), v.nan_to_num(0.0, 0.0, 0.0)
         keys[self._rows, :, self._columns] = k.transpose(1, 2)  # (B, Hkv, T, D) -> (B, T, Hkv, D)
         values[self._rows, :, self._columns] = v.transpose(1, 2)
         S = max(self.lengths)
