@@ -1,10 +1,13 @@
-"""Which library multiplies matrices on the CPU.
+"""Which library multiplies matrices on the CPU, and in which order of bytes it finds the weights.
 
 PyTorch carries two: MKL, which it always takes for float32, and oneDNN, which it takes for 16 bits. MKL is Intel's, and at home
-on Intel's processors. On a 2-core AMD EPYC its matrix-vector product reads weights at 15 GB/s where oneDNN's reads 34, and its
-large products reach 200 GFLOP/s where oneDNN's reach 450 (`benchmarks/linear.py`). So on processors that are not Intel's, load
-exchanges the linear layers, from outside: same weights, same products, another order of summation. In bf16 it is oneDNN either
-way, and calling it directly saves a step or two on the way there.
+on Intel's processors; on a 2-core AMD EPYC its products take twice as long as oneDNN's. So on processors that are not Intel's,
+load exchanges the linear layers, from outside: same weights, same products, another order of summation.
+
+oneDNN wants a weight in blocks that fill its registers. Of one in rows, a product of one row is computed by a kernel for older
+processors in float32, and in bf16 by turning the whole weight into blocks first, at each call. So while there is room, the
+layers keep a second copy that is *packed* once: one row then takes 0.5 to 0.7 of the time, 16 rows as little, and from 256 rows
+on there is nothing to gain. That is worth it in bf16 on Intel's processors, too. (`benchmarks/linear.py` measures all of this.)
 """
 
 import platform
@@ -17,11 +20,17 @@ from torch import Tensor, nn
 
 from minillm.model import Transformer
 
+PACKED_ROWS = (
+    64  # of the product that the blocks are made for: the same blocks as for 16 or 512, and better ones than for 1
+)
+RESERVE = 4 * 2**30  # bytes of memory that packed copies leave free for caches, activations and other programs
+
 
 class OneDNNLinear(nn.Linear):
     """x W^T + b by oneDNN while the weights are float32 or bf16 on the CPU, and the plain layer after a move to elsewhere.
 
-    Shares the parameters of the layer that it stands for.
+    Shares the parameters of the layer that it stands for. Where it can, it keeps a packed copy of its weight as well, which
+    serves as long as the weight is what it was packed from: a weight that is exchanged or changed in place is read itself.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -32,21 +41,38 @@ class OneDNNLinear(nn.Linear):
     def _choose(self) -> None:
         # The overload is looked up here, once, and not at each of a step's hundred calls.
         self._onednn = torch.ops.mkldnn._linear_pointwise.default if _onednn_takes(self.weight) else None
+        packed = _packed(self.weight) if self._onednn else None
+        self._packed = None if packed is None else (packed, self.weight, self.weight._version)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "OneDNNLinear":
         super()._apply(fn, recurse)
         self._choose()
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A packed tensor can be neither copied nor pickled: the copy of a layer packs its own.
+        return self.__dict__ | {"_onednn": None, "_packed": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._choose()
+
     def forward(self, x: Tensor) -> Tensor:
         if self._onednn is None:
             return super().forward(x)
-        return self._onednn(x, self.weight, self.bias, "none", [], "")
+        weight: Tensor = self.weight
+        if self._packed is not None:
+            packed, source, version = self._packed
+            if weight is source and weight._version == version:
+                weight = packed
+        return self._onednn(x, weight, self.bias, "none", [], "")
 
 
 def fastest_linear(linear: nn.Linear) -> nn.Linear:
-    """The layer itself, or one of oneDNN with its weights on a processor that MKL is not made for."""
-    return OneDNNLinear(linear) if _onednn_takes(linear.weight) and not _is_intel() else linear
+    """The layer itself, or one of oneDNN with its weights: in bf16, and in float32 where MKL is not at home."""
+    if not _onednn_takes(linear.weight) or (linear.weight.dtype is torch.float32 and _is_intel()):
+        return linear
+    return OneDNNLinear(linear)
 
 
 def _onednn_takes(weight: Tensor) -> bool:
@@ -60,6 +86,23 @@ def _has_onednn(dtype: torch.dtype) -> bool:
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
     return dtype is torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def _packed(weight: Tensor) -> Tensor | None:
+    """The weight in oneDNN's blocks, or None where that is not known to pay, or would take too much of the free memory."""
+    if not _can_pack() or weight.is_inference():  # which has no version to tell that it was changed
+        return None
+    from minillm.doctor.limits import free_memory  # the doctor asks models itself
+
+    free = free_memory()
+    if free is None or free - weight.nbytes < RESERVE:
+        return None
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKED_ROWS)
+
+
+@cache
+def _can_pack() -> bool:
+    return platform.machine() in ("x86_64", "AMD64") and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 
 
 def use_fastest_linear(model: Transformer) -> Transformer:

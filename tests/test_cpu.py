@@ -1,5 +1,6 @@
 """Which library multiplies float32 matrices on the CPU: the weights stay the same, and so do the products."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -10,8 +11,10 @@ from minillm import cpu
 from minillm.checkpoint import random_model
 from minillm.config import known_model
 from minillm.cpu import OneDNNLinear, fastest_linear, use_fastest_linear
+from minillm.doctor import limits
 from minillm.roofline.counting import count
-from minillm.stages import kv_cache
+from minillm.roofline.position import count_run, meta_twin
+from minillm.stages import STAGES, kv_cache
 from minillm.stages.naive import NoCache
 
 TINY = known_model("tiny")
@@ -92,3 +95,98 @@ def test_onednn_in_bf16_gives_the_product_of_the_plain_layer(other_processor: No
     with torch.inference_mode():
         # Both add up in float32 and round once: they differ by that rounding at most, 2^-8 of the value.
         torch.testing.assert_close(fastest_linear(linear)(x), linear(x), rtol=2**-7, atol=1e-6)
+
+
+def packed_layers(model: nn.Module) -> list[bool]:
+    return [layer._packed is not None for layer in model.modules() if isinstance(layer, OneDNNLinear)]
+
+
+@pytest.fixture
+def room(other_processor: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with memory to spare, whose packed weights are known to pay."""
+    if not cpu._can_pack():
+        pytest.skip("packed weights are used on x86 only")
+    monkeypatch.setattr(limits, "free_memory", lambda: 2**40)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 16, 70])
+def test_a_packed_weight_gives_the_product_of_the_weight(rows: int, dtype: torch.dtype, room: None) -> None:
+    """For sizes that fill no block of 16 or 64, too."""
+    torch.manual_seed(0)
+    linear = nn.Linear(40, 147, dtype=dtype)
+    layer, x = OneDNNLinear(linear), torch.randn(2, rows, 40, dtype=dtype)
+    exact = x.double() @ linear.weight.double().T + linear.bias.double()
+    with torch.inference_mode():
+        out = layer(x)
+        assert packed_layers(layer) == [True]
+        assert out.dtype is dtype
+        # Added up in float32 (40 products of numbers of order 1), then rounded once to the dtype.
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(out.double(), exact, rtol=eps, atol=40 * 1.2e-7 * 4)
+
+
+def test_a_weight_that_changes_is_read_itself(room: None) -> None:
+    layer, x = OneDNNLinear(nn.Linear(24, 40, bias=False)), torch.ones(1, 24)
+    with torch.inference_mode():
+        before = layer(x)
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    with torch.inference_mode():
+        torch.testing.assert_close(layer(x), 2 * before)
+    layer.weight = nn.Parameter(torch.ones(40, 24))
+    with torch.inference_mode():
+        assert torch.equal(layer(x), torch.full((1, 40), 24.0))
+
+
+def test_a_copy_of_a_layer_packs_its_own_weight(room: None) -> None:
+    layer, x = OneDNNLinear(nn.Linear(24, 40, dtype=torch.bfloat16)), torch.ones(1, 24, dtype=torch.bfloat16)
+    twin = copy.deepcopy(layer)
+    with torch.no_grad():
+        layer.weight.zero_()
+        layer.bias.zero_()
+    assert packed_layers(twin) == [True]
+    with torch.inference_mode():
+        assert twin(x).any()
+        assert not layer(x).any()
+
+
+@pytest.mark.parametrize(("spare", "packed"), [(-1, 0), (0, 1), (2**40, 9)])
+def test_packed_copies_leave_a_reserve_of_memory_free(
+    spare: int, packed: int, room: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`spare`: bytes beyond the reserve and a copy of the smallest layer. What is packed is gone from what is free."""
+    model = random_model(TINY)
+    sizes = [layer.weight.nbytes for layer in model.modules() if isinstance(layer, nn.Linear)]
+    free = cpu.RESERVE + min(sizes) + spare
+    pack = torch.ops.mkldnn._reorder_linear_weight
+
+    def taken(weight: torch.Tensor, rows: int) -> torch.Tensor:
+        nonlocal free
+        free -= weight.nbytes
+        return pack(weight, rows)
+
+    monkeypatch.setattr(limits, "free_memory", lambda: free)
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", taken)
+    assert sum(packed_layers(use_fastest_linear(model))) == packed
+
+
+def test_without_a_word_from_the_system_nothing_is_packed(room: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "free_memory", lambda: None)
+    assert not any(packed_layers(use_fastest_linear(random_model(TINY))))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_packed_layers_are_counted_like_those_of_shapes_alone(dtype: torch.dtype, room: None) -> None:
+    config = replace(TINY, vocab_size=101, tied_embeddings=True)  # a head whose blocks are padded
+    packed, plain, shapes = random_model(config).to(dtype), random_model(config).to(dtype), meta_twin(config, dtype)
+    use_fastest_linear(packed)
+    assert all(packed_layers(packed))
+    costs = [count_run(STAGES["gqa"], model, 5, 3) for model in (packed, plain, shapes)]
+    assert costs[0].calls == costs[1].calls == costs[2].calls
+    assert costs[0].ideal_bytes > sum(p.nbytes for p in plain.parameters())  # three passes read the weights
+
+
+def test_intel_takes_packed_weights_in_bf16(room: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "processor_name", lambda: "Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz")
+    assert packed_layers(fastest_linear(nn.Linear(24, 40, dtype=torch.bfloat16))) == [True]

@@ -128,6 +128,8 @@ def touched(x: Tensor) -> int:
     """Bytes behind a tensor. Elements that a broadcast repeats (stride 0) are one element."""
     if x.numel() == 0:
         return 0
+    if x.is_mkldnn:  # packed for oneDNN (cpu.py): its strides say nothing, and what pads it is not counted
+        return x.nbytes
     return x.element_size() * math.prod(size for size, stride in zip(x.shape, x.stride(), strict=True) if stride != 0)
 
 
@@ -259,7 +261,7 @@ def _elementwise(func: Any, out: list[Tensor], args: list[Tensor]) -> Formula:
 
 
 def _storage(x: Tensor) -> int:
-    return x.untyped_storage()._cdata
+    return x._cdata if x.is_mkldnn else x.untyped_storage()._cdata  # a packed tensor shows no storage, and has no views
 
 
 def _tensors(tree: object) -> list[Tensor]:
