@@ -17,7 +17,7 @@ matrix, a fifth of SmolLM2-135M. It is quantized like any other layer, from a co
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -61,25 +61,33 @@ def quantize(
     """
     head = scheme if head == "same" else head
     schemes = {scheme} | ({head} if head is not None else set())
-    _check(model, schemes)
-    # What deepcopy finds in its memo by identity it takes from there: so weights are shared and layers exchanged.
-    memo: dict[int, object] = {id(model.config): model.config}
-    memo |= {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    _check(model, schemes, readable)
+    exchanged: dict[nn.Module, nn.Module] = {}
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear):
             chosen = head if layer is model.head else scheme
-            memo[id(layer)] = layer if chosen is None else _quantized(name, layer, chosen, group_size, readable)
+            exchanged[layer] = layer if chosen is None else _quantized(name, layer, chosen, group_size, readable)
+    return with_layers(model, exchanged)
+
+
+def with_layers(model: Transformer, exchanged: Mapping[nn.Module, nn.Module]) -> Transformer:
+    """A copy of a model in which some layers stand for others. Config and weights are shared with it."""
+    # What deepcopy finds in its memo by identity it takes from there: so weights are shared and layers exchanged.
+    memo: dict[int, object] = {id(model.config): model.config}
+    memo |= {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    memo |= {id(layer): new for layer, new in exchanged.items()}
     return copy.deepcopy(model, memo)
 
 
-def _check(model: Transformer, schemes: set[str]) -> None:
+def _check(model: Transformer, schemes: set[str], readable: bool) -> None:
     for scheme in schemes:
         if scheme not in SCHEMES:
             raise UsageError(f"Unknown scheme {scheme!r}: choose one of {', '.join(SCHEMES)}.")
-        _check_device(scheme, model.device)
+        if not readable:  # which needs no kernel
+            _check_device(scheme, model.device)
     if any(isinstance(layer, QuantizedLinear) for layer in model.modules()):
         raise UsageError(f"{model.config.name} is quantized already: quantize the model that it was made from.")
-    if model.dtype not in (torch.float32, torch.bfloat16):
+    if model.dtype not in (torch.float32, torch.bfloat16) and not (readable and model.dtype is torch.float16):
         name = DTYPE_NAMES.get(model.dtype, str(model.dtype).removeprefix("torch."))
         raise UsageError(
             f"{model.config.name} is in {name}, and the kernels take fp32 and bf16: load it in one of these."

@@ -31,11 +31,13 @@ aten = torch.ops.aten
 class QuantizedLinear(nn.Module):
     """x W^T + b with a weight (N, K) that is stored in codes. Subclasses say how."""
 
+    in_features: int  # K
+    out_features: int  # N
     bias: Tensor | None
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: "nn.Linear | QuantizedLinear") -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features  # K, N
+        self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
 
     def dequantize(self) -> Tensor:
@@ -138,14 +140,19 @@ class FastInt4Linear(QuantizedLinear):
         multiply = aten._weight_int4pack_mm if rows.is_cuda else aten._weight_int4pack_mm_for_cpu
         return multiply(rows, self.packed, self.group_size, scales_zeros)
 
-    def dequantize(self) -> Tensor:
+    def unpack(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes uint8 (N, K), scales and zeros bf16 (N, K/g), as `group_int4` made them."""
         # The kernel alone knows its layout. A product with the identity gives the weight, with scale 1 and zero 8 the codes.
         identity = torch.eye(self.in_features, dtype=torch.bfloat16, device=self.packed.device)
         plain = torch.ones_like(self.scales_zeros)
         plain[..., 1] = 8
-        codes = self._multiply(identity, plain).T  # (K, N) -> (N, K), whole numbers: exact
+        codes = self._multiply(identity, plain).T.to(torch.uint8)  # (K, N) -> (N, K), whole numbers: exact
         scales, zeros = self.scales_zeros.transpose(0, 1).unbind(-1)
-        return dequantize_int4(codes, scales, zeros)[: self.out_features]
+        N = self.out_features
+        return codes[:N], scales[:N], zeros[:N]
+
+    def dequantize(self) -> Tensor:
+        return dequantize_int4(*self.unpack())
 
     def forward(self, x: Tensor) -> Tensor:
         return self._finish(self._multiply(self._rows(x).bfloat16(), self.scales_zeros), x)
@@ -205,7 +212,7 @@ class FastFP8Linear(FP8Linear):
     aten._weight_int8pack_mm.default, aten._weight_int4pack_mm.default, aten._weight_int4pack_mm_for_cpu.default,
     aten._int_mm.default, aten._scaled_mm.default,
 )  # fmt: skip
-def _quantized_product(out: Tensor, x: Tensor, weight: Tensor, *others: Any, **_: Any) -> Formula:
+def quantized_product(out: Tensor, x: Tensor, weight: Tensor, *others: Any, **_: Any) -> Formula:
     """2 M N K FLOPs, and codes, scales, zeros and activations read once each."""
     scales = [other for other in others if isinstance(other, Tensor)]
     return Formula(2 * out.numel() * x.shape[1], whole(x, weight, *scales), touched(out))
