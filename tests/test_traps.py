@@ -4,7 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,12 @@ from torch import Tensor
 from traps import TRAPS
 
 from minillm.checkpoint_config import config_from_gguf
+from minillm.latent_config import LatentConfig
 from minillm.model import Transformer
 from minillm.stages import batching, naive, speculative, static_batching
 from minillm.stages.drafters import ModelDrafter
+from minillm.stages.mla import LatentCache, random_latent_model
+from minillm.stages.quantized_cache import QuantizedKVCache
 from minillm.stages.slotted_cache import SlottedCache
 from minillm.stages.static_batching import PaddedCache
 
@@ -162,6 +165,29 @@ def test_chunks_equal_the_whole_prompts_under_padding(size: int) -> None:
         logits = logits_through(model, tokens, PaddedCache(model, 13, torch.tensor(pads)), size)
         for row, text, pad in zip(logits, texts, pads, strict=True):
             assert_same_logits(row[pad:], logits_whole(model, torch.tensor([text]))[0])
+
+
+LATENT = LatentConfig("latent-tiny", 2, 32, 4, 1, 8, 48, 97, 192, kv_rank=16, d_nope=8, d_v=8)
+# Caches that no stage of the ladder makes: those of the ladder are tested with their stages.
+OTHER_CACHES: dict[str, tuple[Transformer, Any]] = {
+    "latent": (random_latent_model(LATENT, dtype=torch.float64), LatentCache),
+    "expanded latent": (random_latent_model(LATENT, dtype=torch.float64), partial(LatentCache, absorbed=False)),
+    "quantized": (lively_model(SHAPES["qwen3"], dtype=torch.float64), QuantizedKVCache),
+}
+
+
+@pytest.mark.parametrize("size", [1, 5])
+@pytest.mark.parametrize(("model", "make"), OTHER_CACHES.values(), ids=OTHER_CACHES)
+def test_memory_that_was_never_written_reaches_no_logit(model: Transformer, make: Any, size: int) -> None:
+    tokens = torch.tensor([random_prompt(14, 97)])
+    expected = logits_through(model, tokens, make(model, 14), size)
+    torch.use_deterministic_algorithms(
+        True
+    )  # fills the memory that torch.empty returns with NaN, codes with the largest
+    try:
+        assert_same_logits(logits_through(model, tokens, make(model, 40), size), expected)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("window", [None, 0, 4])
