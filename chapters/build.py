@@ -1,4 +1,4 @@
-"""Execute the chapters into notebooks/: `python chapters/build.py [00 01 ...]`, or `make notebooks`.
+"""Execute the chapters into notebooks/: `python chapters/build.py [00 01 ... faq]`, or `make notebooks`.
 
 A chapter is Markdown whose ```python blocks are the notebook's code cells. What could differ from one run to the next without
 telling anything (times of execution, versions, random cell ids) is left out of the notebook, so its diffs are about content.
@@ -24,6 +24,11 @@ KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
 
 def chapter_paths() -> list[Path]:
     return sorted(CHAPTERS.glob("[0-9][0-9]-*.md"))
+
+
+def page_paths() -> list[Path]:
+    """All that become notebooks: the chapters, and the FAQ, which has no number."""
+    return [*chapter_paths(), CHAPTERS / "faq.md"]
 
 
 def notebook_path(chapter: Path) -> Path:
@@ -82,7 +87,7 @@ def _joined(outputs: list[NotebookNode]) -> list[NotebookNode]:
 
 
 def main(names: list[str]) -> int:
-    chapters = [path for path in chapter_paths() if not names or any(path.stem.startswith(name) for name in names)]
+    chapters = [path for path in page_paths() if not names or any(path.stem.startswith(name) for name in names)]
     if not chapters:
         print(f"No chapter starts with {' or '.join(names) or 'a number'}.", file=sys.stderr)
         return 2

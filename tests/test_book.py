@@ -51,8 +51,10 @@ def load_build_script() -> ModuleType:
 
 
 build = load_build_script()
-CHAPTERS = build.chapter_paths()
+CHAPTERS, PAGES = build.chapter_paths(), build.page_paths()
+FAQ = PAGES[-1]
 every_chapter = pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
+every_page = pytest.mark.parametrize("chapter", PAGES, ids=lambda path: path.stem)
 
 
 def read_notebook(chapter: Path) -> NotebookNode:
@@ -62,6 +64,12 @@ def read_notebook(chapter: Path) -> NotebookNode:
 def prose(chapter: Path) -> str:
     """The chapter without its code cells."""
     return "\n\n".join(cell.source for cell in build.read_chapter(chapter).cells if cell.cell_type == "markdown")
+
+
+def sections(page: Path) -> list[str]:
+    """The names by which a code host links to the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), flags=re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
 def texts(cell: NotebookNode) -> list[str]:
@@ -74,10 +82,10 @@ def texts(cell: NotebookNode) -> list[str]:
 
 
 def test_notebooks_are_those_of_the_chapters():
-    assert sorted((ROOT / "notebooks").glob("*.ipynb")) == [build.notebook_path(chapter) for chapter in CHAPTERS]
+    assert sorted((ROOT / "notebooks").glob("*.ipynb")) == [build.notebook_path(page) for page in PAGES]
 
 
-@every_chapter
+@every_page
 def test_notebook_has_the_cells_of_its_chapter(chapter):
     def cells(notebook: NotebookNode) -> list[Any]:
         return [(cell.id, cell.cell_type, cell.source, cell.metadata.get("tags", [])) for cell in notebook.cells]
@@ -85,7 +93,7 @@ def test_notebook_has_the_cells_of_its_chapter(chapter):
     assert cells(read_notebook(chapter)) == cells(build.read_chapter(chapter)), "run `make notebooks`"
 
 
-@every_chapter
+@every_page
 def test_notebook_ran_whole_in_order_and_without_error(chapter):
     code = [cell for cell in read_notebook(chapter).cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
@@ -94,7 +102,7 @@ def test_notebook_ran_whole_in_order_and_without_error(chapter):
     assert not [o for o in outputs if o.output_type == "error" or o.get("name") == "stderr"]
 
 
-@every_chapter
+@every_page
 def test_notebook_holds_nothing_that_changes_by_itself(chapter):
     notebook = read_notebook(chapter)
     assert set(notebook.metadata) == {"kernelspec", "language_info"}
@@ -103,7 +111,7 @@ def test_notebook_holds_nothing_that_changes_by_itself(chapter):
     assert {tag for cell in notebook.cells for tag in cell.metadata.get("tags", [])} <= {build.TIMED}
 
 
-@every_chapter
+@every_page
 def test_code_gives_the_outputs_of_the_notebook(chapter, tmp_path):
     """In another folder and under another kernel's name. Cells tagged as timed only have to run."""
     kernel = tmp_path / "jupyter" / "kernels" / "another-name"
@@ -173,7 +181,20 @@ def test_ledger_is_complete(chapter):
     assert re.findall(r"^- \*\*(.+?)\.\*\*", ledger, flags=re.MULTILINE) == LEDGER
 
 
-@every_chapter
+def test_questions_are_answered_in_short_then_by_a_cell_then_by_a_chapter():
+    """Of the FAQ. A cell that shows nothing proves nothing."""
+    questions = FAQ.read_text().split("\n### ")[1:]
+    assert len(questions) >= 30
+    for question in questions:
+        title, _, answer = question.partition("\n")
+        assert title.endswith("?"), title
+        parts = r"\n\*\*In short\.\*\* .*?\n```python.*?\n```\n.*Read on: \[[^]]+\]\(\.\./chapters/"
+        assert re.match(parts, answer, flags=re.DOTALL), title
+    for cell in read_notebook(FAQ).cells:
+        assert cell.cell_type == "markdown" or "".join(texts(cell)).strip(), cell.source
+
+
+@every_page
 def test_dollar_signs_in_prose_enclose_formulas(chapter):
     """Two of them in a paragraph would turn what stands between into a formula."""
     assert "$" not in re.sub(
@@ -181,16 +202,19 @@ def test_dollar_signs_in_prose_enclose_formulas(chapter):
     )
 
 
-@every_chapter
+@every_page
 def test_links_lead_somewhere(chapter):
     """From chapters/ and from notebooks/ alike, so each begins with ../ or names a section of its own page."""
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(chapter)):
         if not target.startswith("https://"):
             assert target.startswith("../"), target
-            assert (ROOT / "chapters" / target.split("#")[0]).exists(), target
+            path, _, section = target.partition("#")
+            assert (ROOT / "chapters" / path).exists(), target
+            if section:
+                assert section in sections(ROOT / "chapters" / path), target
 
 
-@every_chapter
+@every_page
 def test_names_in_prose_exist(chapter):
     text = prose(chapter)
     for name in re.findall(r"`(minillm(?:\.\w+)+)(?:\([^`]*\))?`", text):
@@ -203,7 +227,7 @@ def test_names_in_prose_exist(chapter):
         assert (ROOT / path).exists(), path
 
 
-@every_chapter
+@every_page
 def test_commands_in_prose_are_understood(chapter):
     for command in re.findall(r"(?:^|`)minillm (\w[^`\n]*)", prose(chapter), flags=re.MULTILINE):
         cli._parser().parse_args(shlex.split(command))
@@ -218,7 +242,7 @@ def test_exercises_in_prose_exist(chapter):
         assert names <= set(re.findall(r"^(?:def|class) (\w+)", code, flags=re.MULTILINE))
 
 
-@every_chapter
+@every_page
 def test_bold_figures_are_what_a_cell_gives(chapter):
     """A figure in bold is a result: it stands in the output of an exact cell, letter for letter."""
     exact = [
