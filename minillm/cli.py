@@ -153,6 +153,7 @@ def _parser() -> argparse.ArgumentParser:
     grade.add_argument("--submissions", metavar="DIR", help="grade a folder of students' folders")
     grade.add_argument("--time-limit", type=_seconds, metavar="S", help="seconds an exercise may take (default: 30)")
     grade.add_argument("--json", metavar="FILE", help="write the scorecard as JSON; of submissions, one a student")
+    grade.add_argument("--csv", metavar="FILE", help="write the points of submissions as CSV, a line a student")
 
     _command(commands, "doctor", _doctor, "what this machine can run, and what is missing")
     return parser

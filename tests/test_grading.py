@@ -171,6 +171,38 @@ def test_folder_of_submissions_in_one_command(course: Path, capsys: pytest.Captu
     assert "20 of 20" in lines[1] and "13 not attempted" in lines[2] and "14 not graded" in lines[3]
 
 
+def test_the_table_of_submissions_says_why_nothing_was_graded(course: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    students = course.parent / "submissions"
+    for name in ("ada", "bert", "cleo"):
+        (students / name / "ch00").mkdir(parents=True)
+    (students / "ada" / "ch00" / "exercise.py").write_text("def ttft(:\n")
+    (students / "bert" / "exercise.py").write_text("")  # in no chapter's place
+    shutil.copy(course / "ch00/notebook.ipynb", students / "cleo" / "ch00")
+    assert grade("ch00", "--submissions", str(students)) == 0
+    _, ada, bert, cleo = capsys.readouterr().out.splitlines()
+    assert ada.endswith("  14 not graded: line 1 of exercise.py is not Python: invalid syntax")
+    assert bert.endswith("  nothing handed in as chNN/exercise.py or chNN.py")
+    assert cleo.endswith("  nothing handed in as chNN/exercise.py or chNN.py, only a notebook, which is not graded")
+    assert grade("--submissions", str(students)) == 0
+    _, ada, *_ = capsys.readouterr().out.splitlines()
+    assert "14 not graded: line 1 of exercise.py is not Python: invalid syntax; nothing handed in for ch01, ch02" in ada
+
+
+def test_submissions_as_csv(course: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    students = course.parent / "submissions"
+    for name in ("ada, B.", "=1+1"):
+        (students / name).mkdir(parents=True)
+    shutil.copy(course / "ch00/exercise.py", students / "ada, B." / "ch00.py")
+    fill(students / "ada, B." / "ch00.py", "ttft", RIGHT_TTFT)
+    assert grade("ch00/ttft", "--submissions", str(students), "--csv", "points.csv") == 0
+    # A name with a comma is quoted; one that a spreadsheet would compute begins with an apostrophe.
+    text = 'student,ch00/ttft,earned,points\n\'=1+1,0,0,1\n"ada, B.",1,1,1\n'
+    assert Path("points.csv").read_text() == text
+    capsys.readouterr()
+    assert grade("--csv", "points.csv") == 2
+    assert "--submissions" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("args", [["--submissions", "nowhere"], ["--submissions", "empty"], ["--time-limit", "0"]])
 def test_wrong_arguments_are_one_sentence(course: Path, args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     (course.parent / "empty").mkdir()

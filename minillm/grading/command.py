@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from minillm.errors import MinillmError, UsageError
-from minillm.files import check_writable, write_json
+from minillm.files import check_writable, write_file, write_json
 from minillm.grading import scorecard
 from minillm.grading.catalog import find_exercises, select
 from minillm.grading.channel import TIME_LIMIT
@@ -20,16 +20,22 @@ from minillm.report import make_console
 
 def grade(args: argparse.Namespace) -> None:
     """Grade what the arguments ask for, print it and write the JSON. Raises `UsageError` and `MinillmError`."""
-    check_writable(args.json)
+    check_writable(args.json, args.csv)
     folder, names = find_exercises(args.exercises), select(args.chapter)
     if args.solutions and args.submissions:
         raise UsageError("Grade either --solutions or --submissions.")
+    if args.csv and not args.submissions:
+        raise UsageError(
+            "--csv has a line for each student, so it needs --submissions DIR: for one scorecard use --json."
+        )
     students = _students(args.submissions) if args.submissions else []
     with Grading(folder, time_limit=args.time_limit or TIME_LIMIT) as grading:
         if args.submissions:
             cards = {student.name: _submission(grading, names, student) for student in students}
             _print(*scorecard.submissions_table(cards))
             data: object = {student: card.as_json() for student, card in cards.items()}
+            if args.csv:
+                write_file(args.csv, scorecard.submissions_csv(cards).encode())
         else:
             file = "solution.py" if args.solutions else "exercise.py"
             what = "the solutions" if args.solutions else "exercises"

@@ -1,9 +1,12 @@
-"""The scorecard as text, and the table of a folder of submissions."""
+"""The scorecard as text, and the table of a folder of submissions, as text and as CSV."""
 
+import csv
+import io
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from minillm.errors import printable
 from minillm.grading.engine import Scorecard
 
 STATUSES = ("passed", "failed", "not attempted", "not graded")
@@ -31,9 +34,38 @@ def submissions_table(cards: Mapping[str, Scorecard]) -> Iterator[str]:
         for chapter in chapters:
             results = [result for result in card.results if result.chapter == chapter]
             cells.append(f"{sum(r.earned for r in results)} of {sum(r.points for r in results)}")
-        notes = ", ".join(f"{n} {status}" for status in STATUSES[2:] if (n := card.count(status)))  # type: ignore[arg-type]
         columns = "  ".join(f"{cell:>9}" for cell in [*cells, f"{card.earned} of {card.points}"])
-        yield f"{student:<{width}}  {columns}  {notes}".rstrip()
+        yield f"{printable(student):<{width}}  {columns}  {'; '.join(_notes(card, chapters))}".rstrip()
+
+
+def _notes(card: Scorecard, chapters: Sequence[str]) -> Iterator[str]:
+    """What the points do not tell: what was not attempted, and why nothing can be said about the rest."""
+    folder = Path(card.folder)
+    absent = [chapter for chapter in chapters if not submitted_file(folder, chapter).exists()]
+    if n := card.count("not attempted"):
+        yield f"{n} not attempted"
+    refused = [result.why for result in card.results if result.status == "not graded" and result.chapter not in absent]
+    if refused:
+        whys = dict.fromkeys(why.removeprefix("not graded, because ").removeprefix("of this: ") for why in refused)
+        yield printable(f"{len(refused)} not graded: {' '.join(whys)}").removesuffix(".")
+    if absent == chapters:
+        only = ", only a notebook, which is not graded" if any(folder.glob("**/*.ipynb")) else ""
+        yield f"nothing handed in as chNN/exercise.py or chNN.py{only}"
+    elif absent:
+        yield f"nothing handed in for {', '.join(absent)}"
+
+
+def submissions_csv(cards: Mapping[str, Scorecard]) -> str:
+    """One line a student: the points of each exercise, and of all."""
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    for student, card in cards.items():
+        if not text.tell():
+            rows.writerow(["student", *(result.id for result in card.results), "earned", "points"])
+        # A spreadsheet takes a name that begins like a formula for one, and computes it.
+        name = f"'{student}" if student.startswith(("=", "+", "-", "@")) else student
+        rows.writerow([printable(name), *(result.earned for result in card.results), card.earned, card.points])
+    return text.getvalue()
 
 
 def submitted_file(folder: Path, chapter: str) -> Path:
