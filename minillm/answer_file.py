@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 from minillm.errors import MinillmError, UsageError
 from minillm.files import check_writable
-from minillm.json_lines import Id, check_id, parse_line, shown
+from minillm.json_lines import MAX_LINE_BYTES, Id, check_id, parse_line, shown
 
 _BEGINNING = b'{"id": '  # of every line
+_MAX_LINE_BYTES = 8 * MAX_LINE_BYTES  # the prompt, in which a letter of two bytes can take six, and the answer
 
 
 class _Contents(NamedTuple):
@@ -47,7 +48,7 @@ def _read(path: Path, prompts: Mapping[Id, str]) -> _Contents:
         return _Contents(done, len(content), True)
     if last.startswith(_BEGINNING) or _BEGINNING.startswith(last):
         try:
-            parse_line(last)
+            parse_line(last, _MAX_LINE_BYTES)
         except UsageError:  # half-written
             return _Contents(done, len(content) - len(last), True)
     return _Contents(done | {_check(path, len(lines) + 1, last, prompts)}, len(content), False)
@@ -57,7 +58,7 @@ def _check(path: Path, number: int, line: bytes, prompts: Mapping[Id, str]) -> I
     """The id of a line that answers one of the prompts. Raises `MinillmError` for any other line."""
     another = "name another file with --out"
     try:
-        answer = parse_line(line)
+        answer = parse_line(line, _MAX_LINE_BYTES)
         if not isinstance(answer, dict) or not isinstance(answer.get("text"), str):
             raise UsageError("It has no text.")
         id = check_id(answer.get("id"))

@@ -3,6 +3,7 @@
 Nothing is ever unpickled: both formats are plain tables of numbers. How they get into the model is told in weights.py.
 """
 
+import math
 import os
 import re
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from minillm.checkpoint_config import config_from_gguf, config_from_hf, read_json
+from minillm.checkpoint_config import MAX_HEAD_DIM, config_from_gguf, config_from_hf, read_json
 from minillm.config import DEFAULT_MODEL, KNOWN_MODELS, SUPPORTED, ModelConfig, known_model
 from minillm.cpu import use_fastest_linear
 from minillm.device import pick_device, pick_dtype
@@ -37,6 +38,7 @@ __all__ = [
 ]
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+MAX_HEADER_BYTES = 16 << 20  # of a safetensors file: some 100,000 tensors
 _SAFETENSORS_TYPES = ("F64", "F32", "F16", "BF16")
 
 Device = str | torch.device | None
@@ -134,6 +136,7 @@ def load_gguf(path: str | Path, device: Device = None, dtype: Dtype = None) -> T
 
 def _model_from_gguf(file: GGUFFile, device: torch.device, dtype: torch.dtype, name: str) -> Transformer:
     config = _gguf_config(file, name)
+    file.check_overlap()
     stored = {}
     for gguf_name, tensor in file.tensors.items():
         if gguf_name != _ROPE_FACTORS:
@@ -160,6 +163,10 @@ def _gguf_config(file: GGUFFile, name: str) -> ModelConfig:
         )
     factors = None
     if _ROPE_FACTORS in file.tensors:
+        if math.prod(file.tensors[_ROPE_FACTORS].shape) > MAX_HEAD_DIM:
+            raise MinillmError(
+                f"{file.path} holds more RoPE factors than a head has numbers: it is damaged, so fetch it again."
+            )
         values = torch.empty(file.tensors[_ROPE_FACTORS].shape, device="cpu")
         file.read_into(_ROPE_FACTORS, values)
         factors = tuple(values.flatten().tolist())
@@ -176,6 +183,7 @@ def load_safetensors(
 ) -> Transformer:
     """The model in a folder with config.json and safetensors, one file or shards with an index.
 
+    The headers take less than 1 GiB, and the weights no more than four times their files, as 16-bit ones in float64 would.
     Raises `MinillmError` for files that are missing, damaged or hold what is not supported.
     """
     folder = Path(folder)
@@ -184,6 +192,7 @@ def load_safetensors(
     stored: dict[str, StoredTensor] = {}
     for path in _shards(folder):
         try:
+            _check_header(path)
             file = safe_open(path, framework="pt")
             keys: list[str] = file.keys()
             for key in keys:
@@ -199,6 +208,16 @@ def load_safetensors(
                 f"{path} cannot be read ({error}): it is damaged or missing, so fetch it again."
             ) from None
     return fill_model(config, stored, device, pick_dtype(dtype, device))
+
+
+def _check_header(path: Path) -> None:
+    """Raise `MinillmError` for what is no file, such as a pipe, and for a header beyond any real one, before it is read."""
+    if path.exists() and not path.is_file():
+        raise MinillmError(f"{path} is not a file: fetch it again.")
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+    if MAX_HEADER_BYTES < size <= path.stat().st_size:
+        raise MinillmError(f"{path} has a header of {size:,} bytes, which is more than any model's: fetch it again.")
 
 
 def _safetensors_reader(path: Path, key: str) -> Callable[[Tensor], object]:

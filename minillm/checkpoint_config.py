@@ -12,16 +12,23 @@ from minillm.config import SUPPORTED, ModelConfig, llama3_rope_factors
 from minillm.errors import MinillmError
 
 GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")  # "llama" also stands for Mistral and SmolLM
-MAX_JSON_BYTES = 64 << 20
+MAX_JSON_BYTES = 40 << 20  # the largest tokenizer.json, with 262,144 tokens, has 33 MB
 MAX_HEAD_DIM = 4096
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises `MinillmError` if it is missing or is not one."""
+    """The object in a JSON file. Raises `MinillmError` if it is missing or is not one.
+
+    It takes at most 30 times MAX_JSON_BYTES of memory, 1.2 GiB: an empty object has three bytes in the file, and 72 here.
+    """
     try:
+        if path.exists() and not path.is_file():  # to open a pipe would wait for its writer
+            raise MinillmError(f"{path} is not a file: fetch it again.")
         if path.stat().st_size > MAX_JSON_BYTES:
             raise MinillmError(f"{path} is too large to be the file that it is named as.")
         content = json.loads(path.read_text(encoding="utf-8"))
+    except MinillmError:  # which is a ValueError
+        raise
     except OSError as error:
         raise MinillmError(f"Cannot read {path}: {error.strerror}.") from None
     except (ValueError, RecursionError):

@@ -1,4 +1,8 @@
-"""The `minillm` command. Exit status: 0 done, 1 the work failed, 2 the command was wrong. An error is one sentence."""
+"""The `minillm` command. An error is one sentence.
+
+Exit status: 0 done, 1 the work failed, 2 the command was wrong, 130 stopped by Ctrl-C. The last is what shells say (128 + the
+number of the signal), and it lets a script tell a user who stopped the command from work that failed.
+"""
 
 import argparse
 import io
@@ -10,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from minillm.config import DEFAULT_MODEL
-from minillm.errors import MinillmError, UsageError
+from minillm.errors import MinillmError, UsageError, printable
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +78,7 @@ def _discard_output() -> None:
 
 
 def _fail(status: int, message: str) -> int:
-    print(f"minillm: {message}", file=sys.stderr)
+    print(f"minillm: {printable(message)}", file=sys.stderr)
     return status
 
 
@@ -129,6 +133,15 @@ def _parser() -> argparse.ArgumentParser:
         "--overhead", type=_microseconds, default=0.0, metavar="US", help="microseconds an operator (default: 0)"
     )
     predict.add_argument("--json", metavar="FILE", help="write the prediction as JSON")
+
+    profile = _command(
+        commands, "profile", _profile, "where a prefill and a decode step spend their time, operator by operator"
+    )
+    profile.add_argument("stage", metavar="STAGE", help="such as kv_cache")
+    _model_options(profile)
+    profile.add_argument("--batch", type=int, default=1, metavar="B", help="sequences (default: 1)")
+    profile.add_argument("--context", type=int, default=256, metavar="C", help="tokens attended over (default: 256)")
+    profile.add_argument("--json", metavar="FILE", help="write the profile as JSON")
 
     evaluate = _command(
         commands, "evaluate", _evaluate, "what quantization does to a model: bytes, perplexity, KL, agreement, speed"
@@ -361,6 +374,12 @@ def _predict(args: argparse.Namespace) -> None:
     if args.json:
         names = {key: getattr(args, key) for key in ("model", "hardware", "stage", "batch", "context")}
         write_json(args.json, names | {"phases": [p.as_json() for p in positions]})
+
+
+def _profile(args: argparse.Namespace) -> None:
+    from minillm.profile_command import profile
+
+    profile(args)
 
 
 def _evaluate(args: argparse.Namespace) -> None:

@@ -5,6 +5,10 @@
 All little-endian (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). The `gguf` package turns the quantized blocks
 into numbers; its own reader is not used, because it believes every count in the file (a hostile one makes it hang) and takes
 seconds for a vocabulary. Here every count is held against the bytes that are left, so a damaged file ends in one sentence.
+
+Memory is bounded, too, whatever the file says and however long it is: its header takes less than 1 GiB (MAX_HEADER_BYTES and
+MAX_ITEMS see to that), and as `check_overlap` lets no byte belong to two tensors, the weights take no more than eight times the
+file, as 4-bit ones in float32 do.
 """
 
 import math
@@ -34,7 +38,8 @@ _STRING, _ARRAY = 8, 9
 
 # Far above any real file, and low enough that a hostile one is refused before it costs time or memory.
 MAX_ENTRIES = 100_000
-MAX_ITEMS = 2_000_000
+MAX_ITEMS = 4_000_000  # of all arrays together
+MAX_HEADER_BYTES = 64 << 20
 MAX_DIMS = 4
 MAX_ALIGNMENT = 1 << 20
 
@@ -56,6 +61,8 @@ class GGUFFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        if path.exists() and not path.is_file():  # to open a pipe would wait for its writer
+            raise MinillmError(f"Cannot read {path}: it is not a file.")
         try:
             with path.open("rb") as file:
                 self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -65,6 +72,11 @@ class GGUFFile:
             self.metadata, self.tensors = _read_header(self._data)
         except _Damaged as damage:
             raise MinillmError(f"{path} is not a GGUF file that can be read: {damage}. Fetch it again.") from None
+
+    def check_overlap(self) -> None:
+        """Raise `MinillmError` for tensors that share bytes: a small file would become a model of any size."""
+        if sum(tensor.n_bytes for tensor in self.tensors.values()) > len(self._data):
+            raise MinillmError(f"{self.path} has tensors that overlap: it is damaged, so fetch it again.")
 
     def read_into(self, name: str, out: Tensor, row_order: NDArray[np.int64] | None = None) -> None:
         """Dequantize a tensor into `out`, which has its shape, taking its rows in the order given.
@@ -98,12 +110,15 @@ class _Cursor:
     def __init__(self, data: mmap.mmap) -> None:
         self.data = data
         self.position = 0
+        self.items = 0  # of all arrays so far
 
     def advance(self, size: int) -> int:
         """Step over `size` bytes and return where they begin."""
         start = self.position
         if size > len(self.data) - start:
             raise _Damaged(f"it ends at byte {len(self.data)}, in the middle of its header")
+        if start + size > MAX_HEADER_BYTES:
+            raise _Damaged(f"its header has more than {MAX_HEADER_BYTES >> 20} MiB")
         self.position += size
         return start
 
@@ -139,7 +154,8 @@ class _Cursor:
 
     def array(self) -> list[Any]:
         kind = self.number("I")
-        count = self.count("items in an array", MAX_ITEMS)
+        count = self.count("items in an array", MAX_ITEMS - self.items)
+        self.items += count
         if kind == _STRING:
             return [self.string() for _ in range(count)]
         if kind not in _NUMBERS:

@@ -17,6 +17,7 @@ from minillm.config import check_token
 from minillm.errors import MinillmError, UsageError
 from minillm.gguf_file import GGUFFile
 from minillm.text_stream import BYTE_OF_LETTER, ByteStream, TextStream, WindowStream
+from minillm.tokenizer_check import check_tokenizer
 
 CONTROL_TOKEN, USER_DEFINED_TOKEN = 3, 4  # tokenizer.ggml.token_type
 
@@ -63,6 +64,12 @@ class Tokenizer:
             return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
         except (TypeError, UnicodeError):  # UnicodeError: half of a surrogate pair
             raise UsageError("Only text that is valid Unicode can be encoded.") from None
+        except BaseException as error:
+            if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+                raise MinillmError(
+                    f"The tokenizer of this checkpoint fails at this text ({_one_line(error)})."
+                ) from None
+            raise
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids` without special tokens; bytes that are no UTF-8 become U+FFFD. Raises `UsageError` for a bad id."""
@@ -200,21 +207,17 @@ def tokenizer_from_folder(folder: Path, vocab_size: int | None = None) -> Tokeni
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise MinillmError(f"{folder} has no tokenizer.json, which holds the vocabulary: fetch it too.")
-    model = read_json(path).get("model")
-    if isinstance(model, dict) and model.get("continuing_subword_prefix") and model.get("type") != "WordPiece":
-        # No language model has one, and with merges that do not match it the library ends the whole process.
-        raise MinillmError(f"{path} marks the inside of words with a prefix, which is not supported.")
+    check_tokenizer(read_json(path), path)
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
+        # A tokenizer.json may ask for padding or truncation, for training in batches, and for any number of tokens.
+        backend.no_padding()
+        backend.no_truncation()
         backend.decode(backend.encode("a b").ids)  # some damage only shows in use
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the library raises bare Exception, and its panics are not even that
-        reason = " ".join(str(error).split())[:200]
-        raise MinillmError(f"{path} cannot be read ({reason}): it is damaged, so fetch it again.") from None
-    # A tokenizer.json may ask for padding or truncation, for training in batches.
-    backend.no_padding()
-    backend.no_truncation()
+        raise MinillmError(f"{path} cannot be read ({_one_line(error)}): it is damaged, so fetch it again.") from None
     settings = _optional_json(folder / "tokenizer_config.json")
     stops: set[int] = set()
     for source in (_optional_json(folder / "generation_config.json"), _optional_json(folder / "config.json")):
@@ -235,6 +238,10 @@ def tokenizer_from_folder(folder: Path, vocab_size: int | None = None) -> Tokeni
     )
 
 
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]
+
+
 def _optional_json(path: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
 
@@ -242,12 +249,16 @@ def _optional_json(path: Path) -> dict[str, Any]:
 def _token_content(entry: object) -> str | None:
     """The text of a special token, which is written as a string or as a mapping with its properties."""
     content = entry.get("content") if isinstance(entry, dict) else entry
-    return content if isinstance(content, str) else None
+    if not isinstance(content, str) or any("\ud800" <= letter <= "\udfff" for letter in content):
+        return None  # half of a surrogate pair is in no vocabulary
+    return content
 
 
 def _folder_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.exists():
+        if not path.is_file() or path.stat().st_size > 4 * chat_template.MAX_TEMPLATE:  # a letter has at most 4 bytes
+            raise MinillmError(f"{path} is not a chat template, or longer than any: fetch it again.")
         try:
             return path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:

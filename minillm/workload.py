@@ -249,7 +249,7 @@ class _Lengths(Row):
     """A request of which only the lengths are known: a scheduler asks for no more, and there is no model."""
 
     def __init__(self, arrival: Arrival) -> None:
-        self.prompt = [0] * arrival.prompt_tokens
+        self.prompt = range(arrival.prompt_tokens)  # type: ignore[assignment]  # of any length, without memory
         self.request = Request(self.prompt, arrival.output_tokens, id=arrival.id)
         self.remaining = arrival.output_tokens
         self.stopped = False

@@ -1,22 +1,37 @@
 """Files made to break the reader: each ends in one sentence, soon and without taking memory."""
 
+import argparse
 import contextlib
 import json
+import os
 import random
 import struct
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers import is_one_sentence
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import minillm
-from minillm import chat_template, checkpoint, gguf_file
+from minillm import (
+    answer_file,
+    batch_command,
+    chat_template,
+    checkpoint,
+    checkpoint_config,
+    gguf_file,
+    json_lines,
+    workload,
+)
 from minillm.checkpoint import load_gguf, load_safetensors
 from minillm.errors import MinillmError
 from minillm.gguf_file import GGUFFile
@@ -220,12 +235,17 @@ def test_gguf_of_another_model(case: str, tmp_path: Path) -> None:
     metadata, tensors, words_in_message = UNSUPPORTED[case]
     if case == "type IQ4_NL":
         metadata = [u32("llama.embedding_length", 32) if b"embedding_length" in entry else entry for entry in metadata]
-        tensors = [tensor(f"{name}.weight", [32 if d == 8 else d for d in dims]) for name, dims in SHAPES.items()]
+        tensors = [
+            tensor(f"{name}.weight", [32 if d == 8 else d for d in dims], offset=4096 * i)
+            for i, (name, dims) in enumerate(SHAPES.items())
+        ]
         tensors[0] = tensor("token_embd.weight", [32, 16], 20)
         metadata = [u32("llama.feed_forward_length", 32) if b"feed_forward" in entry else entry for entry in metadata]
-        tensors[4:6] = [tensor(f"blk.0.attn_{name}.weight", [32, 16]) for name in "kv"]
+        tensors[4:6] = [
+            tensor(f"blk.0.attn_{name}.weight", [32, 16], offset=4096 * i) for i, name in ((4, "k"), (5, "v"))
+        ]
     path = tmp_path / "m.gguf"
-    path.write_bytes(gguf_bytes(metadata, tensors, DATA))
+    path.write_bytes(gguf_bytes(metadata, tensors, DATA * 4))
     assert words_in_message in refusal(lambda: load_gguf(path, "cpu"))
 
 
@@ -635,3 +655,230 @@ def test_templates_have_the_helpers_they_are_written_for() -> None:
     )
     assert chat_template.render(template, messages, {"bos_token": "<s>"}) == expected
     assert expected == '"<é> \'" 4 <s>TrueTrue'
+
+
+# --- Memory: what a file may cost, however it is written
+
+
+SCALE = 8  # the bounds are tested on files an eighth as long, with an eighth of the memory
+
+
+def in_little_memory(code: str, folder: Path) -> list[str]:
+    """The lines that `code` prints in a process that may take 1.25 GiB / SCALE beyond what its imports took."""
+    prelude = f"""
+import resource
+from pathlib import Path
+import torch
+from minillm import checkpoint, checkpoint_config, gguf_file
+from minillm.errors import MinillmError
+for module, limits in ((checkpoint, ["MAX_HEADER_BYTES"]), (checkpoint_config, ["MAX_JSON_BYTES"]),
+                       (gguf_file, ["MAX_HEADER_BYTES", "MAX_ITEMS"])):
+    for limit in limits:
+        setattr(module, limit, getattr(module, limit) // {SCALE})
+folder = Path({str(folder)!r})
+taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+mapped = max(path.stat().st_size for path in folder.iterdir())  # such a file is no memory, and counts as such
+resource.setrlimit(resource.RLIMIT_AS, (taken + mapped + 5 * 2**28 // {SCALE},) * 2)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", prelude + code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-1000:]
+    return done.stdout.splitlines()
+
+
+def sparse(path: Path, beginning: bytes, size: int) -> None:
+    """A file that takes no disk: a beginning, and zeros."""
+    with path.open("wb") as file:
+        file.write(beginning)
+        file.truncate(size)
+
+
+SPLIT = {"type": "Split", "pattern": {"Regex": "((a{1,1000}){1,1000}){1,100}"}, "behavior": "Isolated", "invert": False}
+DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+PADDING = {"direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0, "pad_token": "a"}
+GREEDY_TOKENIZERS: dict[str, dict[str, Any]] = {
+    "doublings": {"normalizer": {"type": "Sequence", "normalizers": [DOUBLE] * 40}},
+    "doublings in decoding": {"decoder": {"type": "Sequence", "decoders": [DOUBLE] * 40}},
+    "a long prefix": {"normalizer": {"type": "Prepend", "prepend": "x" * 100}},
+    "repeated parts": {"pre_tokenizer": SPLIT},
+    "a strip of 2^40": {"decoder": {"type": "Strip", "content": "a", "start": 2**40, "stop": 0}},
+    "an unknown decoder": {"decoder": {"type": "CTC", "pad_token": "", "word_delimiter_token": "", "cleanup": True}},
+    "copies": {
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 100_000,
+            "pair": [],
+            "special_tokens": {},
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("case", GREEDY_TOKENIZERS)
+def test_tokenizer_json_that_asks_for_memory_is_refused_before_the_library_reads_it(
+    case: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = json.loads(minillm.load("tiny", "cpu")[1].backend.to_str()) | GREEDY_TOKENIZERS[case]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    monkeypatch.setattr("tokenizers.Tokenizer.from_file", lambda path: pytest.fail("read"))
+    assert "not supported" in refusal(lambda: tokenizer_from_folder(folder))
+
+
+def test_padding_to_any_length_is_switched_off_before_it_is_used(folder: Path) -> None:
+    content = json.loads(minillm.load("tiny", "cpu")[1].backend.to_str())
+    for padding in ({"strategy": {"Fixed": 2**40}}, {"strategy": "BatchLongest", "pad_to_multiple_of": 2**40}):
+        (folder / "tokenizer.json").write_text(json.dumps(content | {"padding": PADDING | padding}))
+        assert tokenizer_from_folder(folder).encode("ab") == [97, 98]
+
+
+def test_pattern_that_backtracks_without_end_is_one_sentence(folder: Path) -> None:
+    content = json.loads(minillm.load("tiny", "cpu")[1].backend.to_str())
+    content["pre_tokenizer"] = SPLIT | {"pattern": {"Regex": "(x+x+)+y"}}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = tokenizer_from_folder(folder)
+    assert tokenizer.encode("xxy") == [120, 120, 121]
+    assert "fails at this text" in refusal(lambda: tokenizer.encode("x" * 40))
+
+
+def test_tokens_that_are_no_unicode_are_in_no_vocabulary(folder: Path) -> None:
+    minillm.load("tiny", "cpu")[1].backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "\\ud800", "bos_token": {"content": "\\udfff"}}')
+    assert tokenizer_from_folder(folder).stop_tokens == frozenset()
+
+
+ITEMS = gguf_file.MAX_ITEMS // SCALE
+GREEDY_GGUF: list[tuple[bytes, str]] = [  # all are 4 GiB long, on no disk: zeros follow
+    (gguf_bytes([text("k") + struct.pack("<IQ", 8, 2**31)], []), "more than 8 MiB"),  # one text
+    (gguf_bytes([struct.pack("<Q", 2**31)], [], n_metadata=1), "more than 8 MiB"),  # one name
+    (gguf_bytes([array("k", 0, 2**31)], []), "items"),
+    (gguf_bytes([array("k", 12, ITEMS)], []), "no token_embd"),  # as many numbers as may be
+    (gguf_bytes([array("k", 8, ITEMS, text("ab") * ITEMS)], []), "no token_embd"),  # as many texts
+    (gguf_bytes([array(str(i), 0, ITEMS // 4, bytes(ITEMS // 4)) for i in range(5)], []), "items"),  # many together
+    (gguf_bytes(METADATA, [*TENSORS, tensor("rope_freqs.weight", [2**29])], DATA), "RoPE factors"),
+]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit of memory is set on Linux only")
+def test_headers_and_json_take_no_more_memory_than_is_said(folder: Path) -> None:
+    """All in one process: starting it takes longer than reading them."""
+    for number, (beginning, _) in enumerate(GREEDY_GGUF):
+        sparse(folder / f"{number}.gguf", beginning, 2**32)
+    size = checkpoint_config.MAX_JSON_BYTES // SCALE
+    (folder / "full.json").write_bytes(b'{"a":[' + b"{}," * ((size - 12) // 3) + b"{}]}")
+    sparse(folder / "large.json", b"", size + 1)
+    entry = '"%06x":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+    count = checkpoint.MAX_HEADER_BYTES // SCALE // (len(entry % 0) + 1)
+    header = "{" + ",".join(entry % i for i in range(count)) + "}"
+    (folder / "model.safetensors").write_bytes(header_bytes(header.encode()))
+    code = f"""
+def said(call):
+    try:
+        call()
+    except MinillmError as error:
+        print(error)
+for number in range({len(GREEDY_GGUF)}):
+    said(lambda: checkpoint.load_gguf(folder / f"{{number}}.gguf", "cpu"))
+print(len(checkpoint_config.read_json(folder / "full.json")["a"]))
+said(lambda: checkpoint_config.read_json(folder / "large.json"))
+said(lambda: checkpoint.load_safetensors(folder, "cpu"))
+"""
+    *ggufs, items, large, tensors = in_little_memory(code, folder)
+    for line, (_, words_in_message) in zip(ggufs, GREEDY_GGUF, strict=True):
+        assert words_in_message in line and is_one_sentence(line)
+    assert int(items) == (size - 12) // 3 + 1 and "too large" in large and "lacks 11 tensors" in tensors
+    sparse(folder / "model.safetensors", struct.pack("<Q", checkpoint.MAX_HEADER_BYTES + 1), 2**25)
+    assert "more than any model's" in refusal(lambda: load_safetensors(folder, "cpu"))
+
+
+def test_tensors_that_share_bytes_are_refused_before_memory_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a file of a megabyte could become a thousand layers of a megabyte each."""
+    shared = [tensor(f"{name}.weight", dims) for name, dims in SHAPES.items()]
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf_bytes(METADATA, shared, bytes(512)))
+    monkeypatch.setattr(checkpoint, "fill_model", lambda *args: pytest.fail("filled"))
+    assert "overlap" in refusal(lambda: load_gguf(path, "cpu"))
+
+
+# --- Files that are no files
+
+
+NOT_FILES = [
+    "config.json",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "chat_template.jinja",
+]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "zeros"])
+@pytest.mark.parametrize("name", [*NOT_FILES, "generation_config.json", "m.gguf"])
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes here")
+def test_pipes_and_devices_are_not_opened(name: str, kind: str, folder: Path) -> None:
+    """To open a pipe waits for its writer, without an end, and a device gives bytes without an end."""
+    minillm.load("tiny", "cpu")[1].backend.save(str(folder / "tokenizer.json"))
+    (folder / name).unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(folder / name)
+    else:
+        (folder / name).symlink_to("/dev/zero")
+    refusal(lambda: minillm.load(str(folder / name if name == "m.gguf" else folder), "cpu"))
+
+
+# --- Lines of JSON: traces, prompts, answers
+
+
+ARGS = argparse.Namespace(max_new_tokens=4, temperature=0.0, top_k=None, top_p=None, min_p=None, seed=3)
+LINES = st.one_of(
+    st.binary(max_size=60),
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(
+                st.sampled_from([*workload.TRACE_KEYS, "prompt", "max_new_tokens", "temperature", "seed", "text"]),
+                inner,
+            )
+        ),
+        max_leaves=6,
+    ).map(lambda value: json.dumps(value).encode()),
+)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(lines=st.lists(LINES, max_size=4))
+def test_lines_of_any_kind_are_read_or_refused_in_a_sentence(lines: list[bytes], tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(b"\n".join(lines))
+    before = path.read_bytes()
+    arrivals, problems = workload.read_trace(path)
+    problems += [f"Line {line}: {problem}" for line, problem in batch_command.read_questions(path, ARGS)[1]]
+    assert all(is_one_sentence(problem) and len(problem) < 400 for problem in problems), problems
+    if arrivals:  # what was taken can be served
+        short = [replace(arrival, prompt=1, output_tokens=1) for arrival in arrivals]
+        assert len(workload.simulate(short, lambda n, lengths: 1.0, max_batch=2).requests) == len(arrivals)
+    try:
+        answer_file.answered(path, {"a": "x", 1: "y"})
+    except MinillmError as error:
+        assert is_one_sentence(str(error))
+    assert path.read_bytes() == before
+
+
+def test_files_and_lines_of_json_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "16 MiB" in refusal(lambda: json_lines.parse_line(b"[" * (json_lines.MAX_LINE_BYTES + 1)))
+    monkeypatch.setattr(json_lines, "MAX_FILE_BYTES", 1 << 20)
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(b'"a"\n' * (1 << 18))
+    assert len(json_lines.numbered_lines(path)) == 1 << 18
+    path.write_bytes(b'"a"\n' * (1 << 18) + b"\n")
+    assert "split it" in refusal(lambda: json_lines.numbered_lines(path))
+    if Path("/dev/zero").exists():
+        assert "split it" in refusal(lambda: json_lines.numbered_lines("/dev/zero"))
+
+
+def test_lengths_of_a_trace_take_no_memory() -> None:
+    arrivals = [workload.Arrival(i, 0.0, workload.MOST_TOKENS, 1) for i in range(10_000)]  # 80 GB as lists of ids
+    assert len(workload.simulate(arrivals, lambda n, lengths: 1.0, max_batch=5_000).steps) == 2
