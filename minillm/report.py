@@ -11,7 +11,7 @@ from minillm.roofline.ceilings import Ceilings
 from minillm.roofline.plot import si
 from minillm.roofline.position import Position
 
-TEXT_COLUMNS = ("stage", "phase", "limit", "ceiling", "scheme")
+TEXT_COLUMNS = ("stage", "phase", "limit", "ceiling", "scheme", "operator")
 
 
 def make_console() -> Console:
