@@ -4,8 +4,9 @@ Logits are unnormalized scores; softmax makes them probabilities (and log_softma
 float32, whatever the model's dtype: in 16 bits a sum over a vocabulary drifts and a masked token can come out as possible.
 """
 
+import operator
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import SupportsIndex, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -89,21 +90,23 @@ class Sampler:
     def __init__(
         self,
         temperature: float = 1.0,
-        top_k: int | None = None,
+        top_k: SupportsIndex | None = None,
         top_p: float | None = None,
         min_p: float | None = None,
-        seed: int | None = None,
+        seed: SupportsIndex | None = None,
     ) -> None:
         if not 0 <= temperature < float("inf"):
             raise UsageError(f"temperature is {temperature}; it must be 0 (greedy) or a positive number.")
-        if top_k is not None and (not isinstance(top_k, int) or top_k < 1):
+        if top_k is not None and (not isinstance(top_k, SupportsIndex) or operator.index(top_k) < 1):
             raise UsageError(f"top_k is {top_k}; it must be a whole number of at least 1.")
         for name, value in (("top_p", top_p), ("min_p", min_p)):
             if value is not None and not 0 <= value <= 1:
                 raise UsageError(f"{name} is {value}; it must lie between 0 and 1.")
-        if seed is not None and (not isinstance(seed, int) or not 0 <= seed < 2**63):
+        if seed is not None and (not isinstance(seed, SupportsIndex) or not 0 <= operator.index(seed) < 2**63):
             raise UsageError(f"seed is {seed}; it must be a whole number from 0 to 2^63 - 1.")
-        self.temperature, self.top_k, self.top_p, self.min_p, self.seed = temperature, top_k, top_p, min_p, seed
+        self.temperature, self.top_p, self.min_p = temperature, top_p, min_p
+        self.top_k = None if top_k is None else operator.index(top_k)  # NumPy's whole numbers are whole numbers, too
+        self.seed = None if seed is None else operator.index(seed)
         self._generator: torch.Generator | None = None
 
     def fresh(self) -> "Sampler":

@@ -1,7 +1,9 @@
 """What learners' files do to a grader: nothing. No trick earns a point, each costs its own exercise only, in one sentence."""
 
+import ctypes
 import os
 import shutil
+import struct
 import sys
 import textwrap
 import time
@@ -9,13 +11,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from minillm.grading import stubs, wire
 from minillm.grading.engine import Grading, Result
-from minillm.grading.process import Workers
+from minillm.grading.errors import Wrong
+from minillm.grading.process import ProcessChannel, Workers
 
 EXERCISES = Path(__file__).parents[1] / "exercises"
 GOOD = "def ridge(peak, bandwidth):\n    return peak / bandwidth\n"
 NAMES = ["ttft", "ridge"]
+
+
+def _has_landlock(version: int = 1) -> bool:
+    """Whether the kernel keeps a process from files itself: it tells its version of Landlock."""
+    if sys.platform != "linux":
+        return False
+    libc = ctypes.CDLL(None)
+    return bool(libc.syscall(444, None, ctypes.c_size_t(0), ctypes.c_uint32(1)) >= version)
 
 
 @pytest.fixture(scope="module")
@@ -362,3 +375,280 @@ def test_learner_does_not_see_the_graders_environment(workers: Workers, tmp_path
         assert "None" in grade(workers, tmp_path, code + GOOD)["ttft"].why
     finally:
         del os.environ["MINILLM_GRADING_TOKEN"]
+
+
+# --- Files and folders that are not the learner's
+
+
+OUTSIDE = "import os, sys\nroot = {outside!r}\n"
+REACHES = {
+    "writing": "open(root + '/victim', 'w')",
+    "appending": "open(root + '/victim', 'ab')",
+    "a new file": "open(root + '/new', 'x')",
+    "low-level opening": "os.open(root + '/new', os.O_CREAT | os.O_WRONLY)",
+    "removing": "os.remove(root + '/victim')",
+    "renaming": "os.rename(root + '/victim', root + '/gone')",
+    "fetching": "os.rename(root + '/victim', os.path.dirname(__file__) + '/gone')",
+    "emptying": "os.truncate(root + '/victim', 0)",
+    "a folder": "os.mkdir(root + '/new')",
+    "a tree": "import shutil; shutil.rmtree(root)",
+    "rights": "os.chmod(root + '/victim', 0)",
+    "a link of its own": "os.symlink(root, os.path.dirname(__file__) + '/link')",
+    "a link to overwrite by": "os.link(root + '/victim', os.path.dirname(__file__) + '/link')",
+    "the network": "import socket; socket.create_connection(('127.0.0.1', 9))",
+    "a database": "import sqlite3; sqlite3.connect(root + '/new')",
+    "higher limits": "import resource; resource.setrlimit(resource.RLIMIT_CPU, (9999, 9999))",
+}
+
+
+@pytest.mark.parametrize("name", REACHES)
+def test_learner_changes_nothing_outside_its_folder(workers: Workers, tmp_path: Path, name: str) -> None:
+    outside, own = tmp_path / "outside", tmp_path / "own"
+    for folder in (outside, own):
+        folder.mkdir()
+    (outside / "victim").write_text("as it was")
+    code = OUTSIDE.format(outside=str(outside)) + f"def ttft(start, tokens):\n    {REACHES[name]}\n    return 0.0\n"
+    results = grade(workers, own, code + GOOD)
+    assert "PermissionError" in results["ttft"].why and is_one_sentence(results["ttft"].why)
+    assert results["ridge"].status == "passed"
+    assert [path.name for path in outside.iterdir()] == ["victim"]
+    assert (outside / "victim").read_text() == "as it was" and (outside / "victim").stat().st_mode & 0o600
+    assert [path.name for path in own.iterdir()] == ["exercise.py"]
+
+
+def test_learner_may_write_in_its_own_folder_but_not_where_the_answers_lie(workers: Workers, tmp_path: Path) -> None:
+    code = (
+        "import os\ndef ttft(start, tokens):\n    open(os.path.dirname(__file__) + '/note', 'w').write('x')\n"
+        "    return tokens[0] - start\n"
+    )
+    assert grade(workers, tmp_path, code + GOOD)["ttft"].status == "passed"
+    (tmp_path / "note").unlink()
+    shutil.copy(EXERCISES / "ch00/solution.py", tmp_path)
+    assert "may not write" in grade(workers, tmp_path, code + GOOD)["ttft"].why
+
+
+@pytest.mark.skipif(not _has_landlock(), reason="this kernel has no Landlock")
+@pytest.mark.parametrize(
+    "call",
+    [
+        "libc.fclose(libc.fopen(root + b'/victim', b'w'))",
+        "libc.unlink(root + b'/victim')",
+        "libc.rename(root + b'/victim', root + b'/gone')",
+        "libc.mkdir(root + b'/new', 0o700)",
+        "libc.symlink(root, root + b'/new')",
+    ],
+)
+def test_the_kernel_keeps_code_that_goes_round_python_inside(workers: Workers, tmp_path: Path, call: str) -> None:
+    outside, own = tmp_path / "outside", tmp_path / "own"
+    for folder in (outside, own):
+        folder.mkdir()
+    (outside / "victim").write_text("as it was")
+    code = (
+        f"import ctypes\ndef ttft(start, tokens):\n    libc = ctypes.CDLL(None)\n    root = {str(outside).encode()!r}\n"
+        f"    libc.fopen.restype = ctypes.c_void_p\n    {call.replace('libc.fclose(', '(')}\n    return tokens[0] - start\n"
+    )
+    results = grade(workers, own, code + GOOD)
+    assert results["ttft"].status == "passed", results["ttft"].why  # the call was refused, and that is all
+    assert [path.name for path in outside.iterdir()] == ["victim"] and (outside / "victim").read_text() == "as it was"
+
+
+@pytest.mark.skipif(not _has_landlock(6), reason="this kernel's Landlock does not keep signals in")
+def test_learner_cannot_end_the_grader(workers: Workers, tmp_path: Path) -> None:
+    body = f"import ctypes\ndef ttft(start, tokens):\n    return ctypes.CDLL(None).kill({os.getpid()}, 0)\n"
+    assert "not -1" in grade(workers, tmp_path, body + GOOD)["ttft"].why
+
+
+def test_disk_that_one_file_may_take_has_a_limit(workers: Workers, tmp_path: Path) -> None:
+    body = "import os\ndef ttft(start, tokens):\n    os.truncate(__file__, 1 << 40)\n    return 0.0\n"
+    assert "OSError" in grade(workers, tmp_path, body + GOOD)["ttft"].why
+    assert (tmp_path / "exercise.py").stat().st_size < 1 << 20
+
+
+# --- The answers, by other ways
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "open('{folder}/link.py').read()",  # a symbolic link that lies there
+        "open('{folder}/hard.txt').read()",
+        "open('{folder}/__pycache__/solution.cpython-311.pyc', 'rb').read()",
+        "import sys; sys.path.insert(0, '{exercises}'); import solution",
+        "open('{exercises}/test_exercise.py').read()",
+    ],
+)
+def test_answers_are_closed_by_whatever_name(workers: Workers, tmp_path: Path, way: str) -> None:
+    exercises, own = tmp_path / "exercises", tmp_path / "own"
+    shutil.copytree(EXERCISES, exercises, ignore=shutil.ignore_patterns("__pycache__"))
+    (own / "__pycache__").mkdir(parents=True)
+    (own / "link.py").symlink_to(exercises / "ch00/solution.py")
+    (own / "hard.txt").hardlink_to(exercises / "ch00/solution.py")
+    (own / "__pycache__/solution.cpython-311.pyc").write_bytes(b"compiled")
+    way = way.format(folder=own, exercises=exercises / "ch00")
+    (own / "exercise.py").write_text(f"def ttft(start, tokens):\n    {way}\n    return tokens[0] - start\n")
+    result = Grading(exercises, workers).grade_one("ch00", "ttft", own / "exercise.py")
+    assert result.status == "failed" and "answers are closed" in result.why, result.why
+
+
+@pytest.mark.parametrize("kind", ["symlink_to", "hardlink_to"])
+def test_link_to_the_answers_is_not_graded(workers: Workers, tmp_path: Path, kind: str) -> None:
+    exercises = tmp_path / "exercises"
+    shutil.copytree(EXERCISES, exercises, ignore=shutil.ignore_patterns("__pycache__"))
+    path = tmp_path / "exercise.py"
+    getattr(path, kind)(exercises / "ch00/solution.py")
+    result = Grading(exercises, workers).grade_one("ch00", "ttft", path)
+    assert result.status == "not graded" and "link to the answers" in result.why and is_one_sentence(result.why)
+
+
+def test_submission_that_leads_to_another_student_is_not_graded(workers: Workers, tmp_path: Path) -> None:
+    for name in ("ann", "bob"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "ann/ch00").mkdir()
+    (tmp_path / "ann/ch00/exercise.py").write_text(GOOD)
+    (tmp_path / "bob/ch00").symlink_to(tmp_path / "ann/ch00")
+    grading = Grading(EXERCISES, workers)
+    ann, bob = (
+        next(grading.grade({"ch00": ["ridge"]}, lambda chapter: path / chapter / "exercise.py", within=path))  # noqa: B023
+        for path in (tmp_path / "ann", tmp_path / "bob")
+    )
+    assert ann.status == "passed"
+    assert bob.status == "not graded" and "leads out of its folder" in bob.why and is_one_sentence(bob.why)
+
+
+def test_stub_is_written_in_place_of_a_link_and_not_through_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A learner's exercise.py that links to the solution would have the stub written over the solution."""
+    chapter = tmp_path / "ch00"
+    chapter.mkdir()
+    for name in ("solution.py", "test_exercise.py", "mutants.py"):
+        shutil.copy(EXERCISES / "ch00" / name, chapter)
+    shutil.copy(EXERCISES / "conftest.py", tmp_path)
+    (chapter / "exercise.py").symlink_to(chapter / "solution.py")
+    monkeypatch.setattr(stubs, "manifest_text", lambda folder: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):  # the package's own manifest is left alone
+        stubs.main(["--force", "--exercises", str(tmp_path)])
+    assert (chapter / "solution.py").read_text() == (EXERCISES / "ch00/solution.py").read_text()
+    assert not (chapter / "exercise.py").is_symlink() and "raise NotImplementedError" in (
+        chapter / "exercise.py"
+    ).read_text("utf-8")
+
+
+# --- The grader's own time, memory and screen
+
+
+def test_file_that_becomes_a_pipe_does_not_stop_the_grader(workers: Workers, tmp_path: Path) -> None:
+    body = (
+        "import os\ndef ttft(start, tokens):\n    os.remove(__file__)\n    os.mkfifo(__file__)\n"
+        "    raise NotImplementedError('Later.')\n"
+    )
+    assert grade(workers, tmp_path, body + GOOD)["ttft"].why == "A part is still to be written: Later."
+
+
+def test_large_and_empty_files_are_not_graded_and_say_so_once(workers: Workers, tmp_path: Path) -> None:
+    for code, says in (("", "is empty"), (" \n\n", "is empty"), ("#" * (1 << 20) + "\n", "larger than 1 MiB")):
+        results = grade(workers, tmp_path, code)
+        assert {result.status for result in results.values()} == {"not graded"}
+        (why,) = {result.why for result in results.values()}
+        assert says in why and is_one_sentence(why)
+
+
+def test_sentences_hold_nothing_that_a_terminal_obeys(workers: Workers, tmp_path: Path) -> None:
+    body = "def ttft(start, tokens):\n    raise type('\\x1b[2J\\n' + 'E' * 5000, (Exception,), {})('\\x1b]0;\\u202e')\n"
+    why = grade(workers, tmp_path, body + GOOD)["ttft"].why
+    assert why.isprintable() and len(why) < 400 and "[2J" in why
+
+
+FORGE = (
+    "import gc, socket, struct\n"
+    "def forge(header, blobs=b''):\n"
+    "    m = struct.pack('>I', len(header)) + header + blobs\n"
+    "    for s in [o for o in gc.get_objects() if isinstance(o, socket.socket) and o.fileno() >= 0]:\n"
+    "        s.sendall(struct.pack('>Q', len(m)) + m)\n"
+)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        '{"callback": 9, "args": []}',
+        '{"callback": "x"}',
+        '{"callback": 0, "args": 5}',
+        '{"returned": {"callback": 7}}',
+        '{"returned": 1, "printed": [1]}',
+        '{"raised": "x", "line": []}',
+        '{"raised": {"dict": []}}',
+        "[]",
+    ],
+)
+@pytest.mark.parametrize("when", ["import", "call"])
+def test_forged_replies_harm_only_their_exercise(workers: Workers, tmp_path: Path, header: str, when: str) -> None:
+    call = f"forge({header.encode()!r})"
+    code = FORGE + (f"{call}\n" if when == "import" else "") + f"def ttft(start, tokens):\n    {call}\n    return 0.0\n"
+    result = grade(workers, tmp_path, code + GOOD)["ttft"]
+    assert result.status in ("failed", "not graded") and is_one_sentence(result.why), result.why
+    assert "please report" not in result.why
+
+
+@pytest.mark.parametrize(
+    "value", ["10**400", "[10**400] * 3", "torch.zeros(5_000_000)", "[0] * 3_000_000", "[[]] * 300_000"]
+)
+def test_huge_answers_are_wrong_and_no_fault_of_the_grader(workers: Workers, tmp_path: Path, value: str) -> None:
+    result = grade(workers, tmp_path, f"import torch\ndef itl(tokens):\n    return {value}\n" + GOOD, ["itl"])["itl"]
+    assert result.status == "failed" and is_one_sentence(result.why) and "please report" not in result.why
+
+
+def test_message_costs_its_reader_no_more_than_it_weighs() -> None:
+    """One tensor that a header names many times would become many."""
+
+    def message(header: bytes, blobs: bytes = b"") -> bytes:
+        return struct.pack(">I", len(header)) + header + blobs
+
+    one = b'{"tensor": ["uint8", [1000], [0]]}'
+    for header, blobs in (
+        (b'{"x": [' + one + b", " + one + b"]}", bytes(1000)),
+        (b'{"x": [' + b"0," * (1 << 22) + b"0]}", b""),
+    ):
+        with pytest.raises(wire.Unreadable):
+            wire.unpack(message(header, blobs), lambda value: value)
+    assert wire.unpack(message(b'{"x": ' + one + b"}", bytes(1000)), lambda value: value)["x"].shape == (1000,)
+
+
+def test_calls_of_the_graders_functions_come_to_an_end(workers: Workers, tmp_path: Path) -> None:
+    """The grader's own work is not the learner's time, and would have no end where the learner's code has none."""
+    path = tmp_path / "exercise.py"
+    path.write_text("def f(g):\n    while True: g(1)\n")
+    for function, says in (
+        (lambda x: time.sleep(0.05), "at work for more than"),
+        (lambda x: time.sleep(99), "at work"),
+    ):
+        with ProcessChannel(workers, path, EXERCISES, time_limit=0.5) as channel:
+            channel.load()
+            start = time.monotonic()
+            with pytest.raises(Wrong, match=says):
+                channel.get("f")(function)
+            assert time.monotonic() - start < 10
+    path.write_text("def f(g):\n    return g(list(range(50_000)))\n")
+    with ProcessChannel(workers, path, EXERCISES) as channel:
+        channel.load()
+        with pytest.raises(Wrong, match="more than any right answer"):
+            channel.get("f")(sum)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (2, 0, 1), (1, 2, 0)])
+def test_tensors_travel_in_the_order_of_their_memory(order: tuple[int, ...]) -> None:
+    x = torch.arange(24).reshape(2, 3, 4).permute(order)
+    unpacked = wire.unpack(wire.pack({"x": x}, dict), dict)["x"]
+    assert torch.equal(unpacked, x) and unpacked.stride() == x.stride()
+    spread = torch.arange(48).reshape(2, 3, 8).permute(order)[..., ::2]  # what lies between is left out
+    unpacked = wire.unpack(wire.pack({"x": spread}, dict), dict)["x"]
+    assert torch.equal(unpacked, spread)
+
+
+def test_view_of_a_transposed_tensor_fails_as_it_does_in_a_model(workers: Workers, tmp_path: Path) -> None:
+    path = tmp_path / "exercise.py"
+    path.write_text("def f(q):\n    return q.view(-1)\n")
+    q = torch.randn(1, 5, 2, 4)  # (B, T, Hq, D), of which a model gives the transpose
+    with ProcessChannel(workers, path, EXERCISES) as channel:
+        channel.load()
+        assert torch.equal(channel.get("f")(q), q.view(-1))
+        with pytest.raises(Wrong, match="view size is not compatible"):
+            channel.get("f")(q.transpose(1, 2))

@@ -26,6 +26,7 @@ _SCALES = {
     8.0: "It is 8 times too large: a byte has 8 bits.",
     0.125: "It is 8 times too small: a byte has 8 bits.",
 }
+_MOST_NUMBERS = 1_000_000  # of a tensor that is compared as a list
 _KINDS = {bool: "a truth value", int: "a number", float: "a number", str: "text", list: "a list", tuple: "a tuple"}
 
 
@@ -57,9 +58,7 @@ class Answer:
         self, expected: Sequence[float], likely: Mapping[str, Sequence[float]] | None = None, rtol: float = 1e-6
     ) -> None:
         """The value must be a list (or tuple, or tensor) of these numbers."""
-        value = self.value
-        if isinstance(value, Tensor):
-            value = value.tolist()
+        value = self._listed()
         if not isinstance(value, (list, tuple)):
             raise self.wrong(f"returns {self._kind()} where a list of numbers is due.")
         if not all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in value):
@@ -71,7 +70,7 @@ class Answer:
         if same(value, expected):
             return
         hint = next((text for text, wrong in (likely or {}).items() if same(value, wrong)), "")
-        right, given = (_short([float(f"{x:.6g}") for x in xs]) for xs in (expected, value))
+        right, given = (_short([_rounded(x) for x in xs]) for xs in (expected, value))
         raise self.wrong(f"should give {right}, not {given}.{' ' if hint else ''}{hint}")
 
     def text(self, expected: str, likely: Mapping[str, str] | None = None) -> None:
@@ -114,7 +113,7 @@ class Answer:
 
     def tokens(self, expected: Sequence[int], likely: Mapping[str, Sequence[int]] | None = None) -> None:
         """The value must be these token ids, as a list or a tensor."""
-        value = self.value.tolist() if isinstance(self.value, Tensor) else self.value
+        value = self._listed()
         if not isinstance(value, (list, tuple)):
             raise self.wrong(f"returns {self._kind()} where token ids are due.")
         value = list(value)
@@ -124,6 +123,14 @@ class Answer:
             hint = next((text for text, wrong in (likely or {}).items() if value == list(wrong)), "")
             gives = f"gives the tokens {_short(value)} where {_short(list(expected))} are right."
             raise self.wrong(f"{gives}{' ' if hint else ''}{hint}")
+
+    def _listed(self) -> Any:
+        """The value, as a list where it is a tensor."""
+        if not isinstance(self.value, Tensor):
+            return self.value
+        if self.value.numel() > _MOST_NUMBERS:  # as a list they take 30 times the memory
+            raise self.wrong(f"returns {self._kind()}, which is far more than is due.")
+        return self.value.tolist()
 
     def _plain_number(self) -> float | None:
         value = self.value
@@ -184,6 +191,13 @@ def _show(value: float | None) -> str:
         return f"{value:.6g}" if value is not None else "None"
     except OverflowError:
         return "a whole number of more than 300 digits"
+
+
+def _rounded(x: float) -> float:
+    try:
+        return float(f"{x:.6g}")
+    except OverflowError:  # a whole number beyond all floats
+        return math.copysign(math.inf, x > 0 or -1)
 
 
 def _short(values: Sequence[float]) -> str:

@@ -119,12 +119,12 @@ def select(pattern: str | None) -> dict[str, list[str]]:
     return {chapter: [name] if name else known[chapter]}
 
 
-def is_untouched(path: Path, solution: Path, names: Iterable[str]) -> bool:
-    """Whether the definitions of `names` in the learner's file are still the stub's. That file is not parsed, only searched."""
+def is_untouched(text: str, solution: Path, names: Iterable[str]) -> bool:
+    """Whether the definitions of `names` in the learner's text are still the stub's. It is not parsed, only searched."""
     from minillm.grading.stubs import make_stub
 
     stub = definitions(make_stub(solution.read_text("utf-8")))
-    text = path.read_text("utf-8", "replace").replace("\r\n", "\n")
+    text = text.replace("\r\n", "\n")
     return all(stub[name] in text for name in names)
 
 

@@ -83,7 +83,7 @@ class Channel:
     def _failure(self, reply: dict[str, Any], label: str) -> Exception:
         """The exception that the learner's code ended with, as a sentence."""
         kinds, message, line = reply.get("raised"), str(reply.get("message", "")), reply.get("line")
-        kind = str(kinds[0]) if isinstance(kinds, list) and kinds else "an error"
+        kind = str(kinds[0])[:60] if isinstance(kinds, list) and kinds else "an error"
         text = " ".join(message.split())[:200].rstrip(".")
         if kind == "NotImplementedError":
             return NotWritten(f"{text or 'Write this function'}.")
@@ -101,9 +101,13 @@ class Channel:
         """Run a function of the grader's that the learner's code called, and pack its result."""
         request = wire.unpack(message, self._resolve)
         try:
-            answer = self._callbacks[request["callback"]](*request["args"])
+            function, args = self._callbacks[request["callback"]], list(request["args"])
+        except (LookupError, TypeError):
+            raise wire.Unreadable("a call of nothing") from None
+        try:
+            answer = function(*args)
         except Exception as error:
-            name = getattr(self._callbacks[0], "__name__", "a function")
+            name = getattr(function, "__name__", "a function")
             wrong = Wrong(f"{name} is called wrongly: {' '.join(str(error).split())[:200]}.")
             self._stopped, answer = error if isinstance(error, Wrong) else wrong, None
         return wire.pack({"answer": answer}, self._special)
@@ -156,25 +160,29 @@ class LocalChannel(Channel):
         return Remote(self, reference["object"], reference["type"], label)
 
     def roundtrip(self, message: bytes, label: str) -> bytes:
-        with _alarm(self._time_limit):
+        with alarm(self._time_limit):
             reply = self._host.handle(message)
-        if _TimeUp.__name__ in wire.unpack(reply, self._resolve).get("raised", []):
+        if TimeUp.__name__ in wire.unpack(reply, self._resolve).get("raised", []):
             raise Wrong(endless(label, self._time_limit))
         return reply
 
 
-class _TimeUp(BaseException):
-    pass
+# --- time
+
+
+class TimeUp(BaseException):
+    """The time of an `alarm` is over. No `except Exception` stops it."""
 
 
 @contextlib.contextmanager
-def _alarm(seconds: float) -> Iterator[None]:
+def alarm(seconds: float) -> Iterator[None]:
+    """Raise `TimeUp` in what runs longer, on the main thread of a platform with timers. Elsewhere it has no limit."""
     if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def ring(*_: object) -> None:
-        raise _TimeUp
+        raise TimeUp
 
     previous = signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, seconds)

@@ -67,5 +67,5 @@ def _students(path: str) -> list[Path]:
 
 def _submission(grading: Grading, names: Mapping[str, Sequence[str]], student: Path) -> Scorecard:
     card = Scorecard(str(student))
-    card.results += grading.grade(names, lambda chapter: scorecard.submitted_file(student, chapter))
+    card.results += grading.grade(names, lambda chapter: scorecard.submitted_file(student, chapter), within=student)
     return card

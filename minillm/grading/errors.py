@@ -1,5 +1,15 @@
 """What can become of an exercise besides passing it. Each carries the one sentence that the learner reads."""
 
+from minillm.errors import printable
+
+MOST_CHARACTERS = 1000  # of such a sentence
+
+
+def sentence(text: str) -> str:
+    """A sentence with parts that are the learner's, as it can be shown: printable, and not longer than any real one."""
+    text = printable(text[: 10 * MOST_CHARACTERS])
+    return text if len(text) <= MOST_CHARACTERS else f"{text[: MOST_CHARACTERS - 3]}..."
+
 
 class Wrong(Exception):
     """The answer is wrong, or there is none: an endless loop, a crash, an exception."""

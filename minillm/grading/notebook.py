@@ -7,7 +7,7 @@ import torch
 from minillm.grading.catalog import check_chapter, find_exercises, load_chapter, select
 from minillm.grading.channel import TIME_LIMIT, LocalChannel
 from minillm.grading.engine import run_grader
-from minillm.grading.errors import NotGraded, NotWritten
+from minillm.grading.errors import NotGraded, NotWritten, sentence
 from minillm.grading.stubs import passed
 
 
@@ -32,11 +32,11 @@ def verdict(name: str, *objects: Any, time_limit: float = TIME_LIMIT) -> str:
         with torch.device("cpu"):  # whatever default the notebook has set
             status, why = run_grader(item, channel, wrapped)
     except NotWritten as error:
-        return f"{name}: not attempted. {error}"
+        return f"{name}: not attempted. {sentence(str(error))}"
     except NotGraded as error:
         return f"{name}: {error}"
     except ValueError as error:  # no such exercise, no exercises folder
         return f"{name}: not graded, because of this: {error}"
     if status == "passed":
         return passed(name, item.points)
-    return f"{name}: failed. {why}"
+    return f"{name}: failed. {sentence(why)}"

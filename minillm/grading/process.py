@@ -16,13 +16,15 @@ from pathlib import Path
 
 import minillm
 from minillm.grading import wire
-from minillm.grading.channel import TIME_LIMIT, Channel, Remote, brief, endless
+from minillm.grading.channel import TIME_LIMIT, Channel, Remote, TimeUp, alarm, brief, endless
 from minillm.grading.errors import NotGraded, Wrong
 from minillm.grading.worker import STILL_RUNNING
 
 _PATIENCE = 2.0  # seconds for a process that has hung up to be gone
 _START_SECONDS = 120.0  # for Python and PyTorch to start, from a cold disk
 _CAN_FORK = sys.platform == "linux"
+_WORK = 4.0  # time limits of an exercise that the grader itself may work on the calls of the learner's code
+_MAX_CALL = 1 << 14  # bytes of such a call: some thousand tokens, so that no call is much work
 
 
 class Workers:
@@ -140,11 +142,16 @@ def _kill(pid: int) -> None:
 
 
 class ProcessChannel(Channel):
-    """The learner's file in a process of its own. Use it in a `with` statement."""
+    """The learner's file in a process of its own. Use it in a `with` statement.
 
-    def __init__(self, workers: Workers, path: Path, time_limit: float = TIME_LIMIT) -> None:
+    It lasts no longer than five times the time limit: once for the learner's code, and four times for what that asks of the
+    grader. `exercises` is the folder whose answers are closed to it.
+    """
+
+    def __init__(self, workers: Workers, path: Path, exercises: Path, time_limit: float = TIME_LIMIT) -> None:
         super().__init__()
-        self._workers, self._path, self._time_limit, self._waited = workers, path, time_limit, 0.0
+        self._workers, self._path, self._exercises, self._time_limit = workers, path, exercises, time_limit
+        self._waited = self._worked = 0.0  # seconds for the learner's code, and on its calls
         self._sock, self._process = workers.start()
         self._ended = False
 
@@ -160,12 +167,14 @@ class ProcessChannel(Channel):
         """Run the learner's file. Raises `NotGraded`, for the whole file, when that fails."""
         name = self._path.name
         try:
-            reply = self._ask({"do": "load", "path": str(self._path)}, f"{name}, imported,")
+            request = {"do": "load", "path": str(self._path), "exercises": str(self._exercises)}
+            reply = self._ask(request, f"{name}, imported,")
         except Wrong as error:
             raise NotGraded(f"not graded, because of this: {error}", whole_file=True) from None
         if "returned" in reply:
             return
-        kinds = [str(kind) for kind in reply.get("raised", [])] or ["an error"]
+        raised = reply.get("raised")
+        kinds = [str(kind)[:60] for kind in raised] if isinstance(raised, list) and raised else ["an error"]
         line = f"line {reply['line']} of " if isinstance(reply.get("line"), int) else ""
         message = " ".join(str(reply.get("message")).split())[:200].rstrip(".")
         if "SyntaxError" in kinds:
@@ -184,26 +193,41 @@ class ProcessChannel(Channel):
         return found
 
     def roundtrip(self, message: bytes, label: str) -> bytes:
-        deadline = time.monotonic() + self._time_limit - self._waited
         try:
-            wire.send(self._sock, message)
             while True:
                 began = time.monotonic()
+                deadline = began + self._time_limit - self._waited
+                self._sock.settimeout(max(deadline - began, 1e-3))
+                wire.send(self._sock, message)
                 reply = wire.receive(self._sock, deadline)
                 self._waited += time.monotonic() - began
                 if not reply[4:].startswith(b'{"callback"'):
                     return reply
-                paused = time.monotonic()
-                answer = self.answer_callback(reply)
+                message = self._answer(reply, label)
                 if self._stopped is not None:
                     return b""
-                wire.send(self._sock, answer)
-                deadline += time.monotonic() - paused  # the grader's own work is not the learner's time
         except TimeoutError:
             self._end(impatient=True)
             raise Wrong(endless(label, self._time_limit)) from None
         except (EOFError, OSError):
             raise Wrong(_how_it_ended(label, self._end(impatient=False))) from None
+
+    def _answer(self, call: bytes, label: str) -> bytes:
+        """What a function of the grader's gives that the learner's code called. Its time has a limit of its own."""
+        if len(call) > _MAX_CALL:
+            raise Wrong(
+                f"{label} gives a function that it calls {len(call):,} bytes: that is more than any right answer does."
+            )
+        began, limit = time.monotonic(), _WORK * self._time_limit
+        try:
+            with alarm(max(limit - self._worked, 1e-3)):
+                return self.answer_callback(call)
+        except TimeUp:
+            raise Wrong(
+                f"{label} keeps the grader at work for more than {limit:g} s: look for calls without an end."
+            ) from None
+        finally:
+            self._worked += time.monotonic() - began
 
     def _end(self, impatient: bool) -> int:
         self._ended = True

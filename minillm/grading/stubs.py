@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from minillm.files import write_file
 from minillm.grading import catalog
 
 _REGION = re.compile(r"^( *)# BEGIN SOLUTION: (.+)\n(?:.*\n)*?\1# END SOLUTION\n", re.MULTILINE)
@@ -151,6 +152,6 @@ def main(argv: list[str] | None = None) -> int:
             print(f"Kept: {path} (--force overwrites it)", file=sys.stderr)
             status = 1
         else:
-            path.write_text(text, "utf-8")
+            write_file(path, text.encode())  # in place of a link, not through it: it may lead to the solutions
     (Path(__file__).parent / "manifest.py").write_text(manifest_text(folder), "utf-8")
     return status

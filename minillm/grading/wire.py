@@ -4,6 +4,9 @@ A pickle or an object could carry code into the grader's process. Here only None
 tensors arrive; whatever else a function returns arrives as the name of its type, with a number by which to call its methods.
 
     message = length of header (4 bytes) | header, JSON | bytes of the tensors, one after the other
+
+Reading is bounded: a message has at most MAX_MESSAGE bytes and a header MAX_HEADER, whose values take at most some 50 times its
+length, and each tensor takes its own bytes of the message, so that no message costs its reader more than 1 GiB.
 """
 
 import json
@@ -23,6 +26,7 @@ from torch import Tensor
 from minillm.config import ModelConfig
 
 MAX_MESSAGE = 1 << 27  # bytes
+MAX_HEADER = 1 << 23  # bytes: half a million numbers
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -52,10 +56,12 @@ def unpack(data: bytes, resolve: Resolve) -> dict[str, Any]:
         (length,) = struct.unpack_from(">I", data)
         if length > len(data) - 4:
             raise Unreadable("a message that is cut off")
-        blobs = memoryview(data)[4 + length :]
+        if length > MAX_HEADER:
+            raise Unreadable("a message of too many values")
+        blobs = _Blobs(memoryview(data)[4 + length :])
         header = json.loads(data[4 : 4 + length])
         return {key: _decode(value, blobs, resolve) for key, value in header.items()}
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OverflowError, struct.error) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OverflowError, struct.error) as error:
         raise Unreadable(str(error)) from None  # RuntimeError covers RecursionError and PyTorch's own
 
 
@@ -89,13 +95,30 @@ def _encode(value: Any, blobs: list[bytes], special: Special) -> Any:
 
 
 def _encode_tensor(x: Tensor, blobs: list[bytes]) -> list[Any]:
-    x = x.detach().cpu().clone(memory_format=torch.contiguous_format)  # `contiguous` keeps odd strides of size-1 dims
-    data = x.reshape(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
-    blobs.append(data)
-    return [str(x.dtype).removeprefix("torch."), list(x.shape), sum(map(len, blobs[:-1]))]
+    """Its dtype, shape and order of dimensions in memory, outermost first: `view` of a transposed tensor fails there, too."""
+    strides = x.stride()
+    order = sorted(range(x.dim()), key=lambda dim: -strides[dim])
+    # `contiguous` would keep odd strides of size-1 dimensions
+    x = x.detach().cpu().permute(order).clone(memory_format=torch.contiguous_format)
+    blobs.append(x.reshape(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b"")
+    shape = [x.shape[order.index(dim)] for dim in range(x.dim())]
+    return [str(x.dtype).removeprefix("torch."), shape, order]
 
 
-def _decode(value: Any, blobs: memoryview, resolve: Resolve) -> Any:
+class _Blobs:
+    """The bytes of a message's tensors, which are taken one after the other, each once."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+
+    def take(self, size: int) -> memoryview:
+        if size > len(self._data):
+            raise Unreadable("a tensor without its numbers")
+        taken, self._data = self._data[:size], self._data[size:]
+        return taken
+
+
+def _decode(value: Any, blobs: _Blobs, resolve: Resolve) -> Any:
     def each(values: Any) -> list[Any]:
         return [_decode(item, blobs, resolve) for item in values]
 
@@ -105,8 +128,7 @@ def _decode(value: Any, blobs: memoryview, resolve: Resolve) -> Any:
         return value
     tag = next(iter(value), "")
     if tag == "tensor":
-        name, shape, start = value[tag]
-        return _decode_tensor(name, shape, start, blobs)
+        return _decode_tensor(blobs, *value[tag])
     if tag == "tuple":
         return tuple(each(value[tag]))
     if tag == "dict":
@@ -118,16 +140,15 @@ def _decode(value: Any, blobs: memoryview, resolve: Resolve) -> Any:
     return resolve(value)
 
 
-def _decode_tensor(name: str, shape: list[int], start: int, blobs: memoryview) -> Tensor:
+def _decode_tensor(blobs: _Blobs, name: str, shape: list[int], order: list[int]) -> Tensor:
     dtype = _DTYPES[name]
-    if not all(isinstance(size, int) and size >= 0 for size in [*shape, start]):
+    if not all(isinstance(size, int) and size >= 0 for size in shape) or sorted(order) != list(range(len(shape))):
         raise Unreadable("a shape that is none")
-    size = math.prod(shape) * dtype.itemsize
-    if start + size > len(blobs):
-        raise Unreadable("a tensor without its numbers")
-    if size == 0:
+    data = blobs.take(math.prod(shape) * dtype.itemsize)
+    if not data:
         return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(bytearray(blobs[start : start + size]), dtype=dtype).reshape(shape)
+    stored = torch.frombuffer(bytearray(data), dtype=dtype).reshape([shape[dim] for dim in order])
+    return stored.permute([order.index(dim) for dim in range(len(order))])
 
 
 # --- the socket
