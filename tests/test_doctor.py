@@ -132,7 +132,9 @@ def test_an_old_driver_that_no_build_serves_gets_no_command_that_cannot_help() -
 def test_a_t4_is_told_its_dtypes_and_the_stages_that_are_left() -> None:
     left = ", ".join(name for name in STAGES if name not in ("quantization", "speculative"))
     words = f"fp16 (default) and fp32, no bf16; stages {left}; not quantization, speculative: It needs 8.0."
-    assert gpu_checks.gpu_stages(SERVER, T4) == Finding("cuda:0", "note", f"Tesla T4, compute capability 7.5: {words}")
+    cpu = "Chapters that need them run on the CPU: CUDA_VISIBLE_DEVICES= .venv/bin/jupyter lab"
+    told = Finding("cuda:0", "note", f"Tesla T4, compute capability 7.5: {words} {cpu}")
+    assert gpu_checks.gpu_stages(SERVER, T4) == told
 
 
 def test_a_newer_gpu_runs_every_stage_in_bf16() -> None:

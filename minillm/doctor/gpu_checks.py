@@ -77,7 +77,12 @@ def gpu_stages(m: Machine, gpu: Processor) -> Finding:
     reasons = dict.fromkeys(gpu.refused.values())
     left = [name for name in STAGES if name not in gpu.refused]
     words = f"{found}: {dtypes}; stages {', '.join(left)}; not {', '.join(gpu.refused)}: {' '.join(reasons)}"
-    return Finding(gpu.device, "note", words)
+    # Chapters choose no device: they take the GPU where they see one.
+    return Finding(
+        gpu.device,
+        "note",
+        f"{words} Chapters that need them run on the CPU: CUDA_VISIBLE_DEVICES= .venv/bin/jupyter lab",
+    )
 
 
 def _torch_for(m: Machine, cuda: int) -> str:

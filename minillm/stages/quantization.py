@@ -90,7 +90,7 @@ def _check(model: Transformer, schemes: set[str], readable: bool) -> None:
     if model.dtype not in (torch.float32, torch.bfloat16) and not (readable and model.dtype is torch.float16):
         name = DTYPE_NAMES.get(model.dtype, str(model.dtype).removeprefix("torch."))
         raise UsageError(
-            f"{model.config.name} is in {name}, and the kernels take fp32 and bf16: load it in one of these."
+            f"{model.config.name} is in {name}, and the kernels take fp32 and bf16: choose one of these (--dtype fp32)."
         )
 
 
