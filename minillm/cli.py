@@ -26,6 +26,7 @@ PLOT_TYPES = (".png", ".svg", ".pdf")
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        message = printable(message)
         self.exit(2, f"minillm: {message[:1].upper()}{message[1:]}: see {self.prog} --help.\n")
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:

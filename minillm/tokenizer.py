@@ -265,8 +265,8 @@ def _folder_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
             raise MinillmError(f"Cannot read {path}: {error}.") from None
     template = settings.get("chat_template")
     if isinstance(template, list):  # several templates, by name
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
+        named = (entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default")
+        template = next(named, {}).get("template")
     return template if isinstance(template, str) else None
 
 

@@ -530,7 +530,7 @@ def test_settings_of_the_wrong_kind_are_ignored(folder: Path) -> None:
         "eos_token_id": ["x", None],
         "bos_token": 3,
         "eos_token": {"content": []},
-        "chat_template": [1],
+        "chat_template": [1, {"name": ["default"], "template": "x"}, {"name": "default"}],
         "add_bos_token": 1,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(odd))
