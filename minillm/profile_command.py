@@ -62,7 +62,7 @@ def findings(phase: PhaseProfile, ceilings: Ceilings) -> list[str]:
     if phase.left_out_s > 0:
         rest = f"the other {duration(phase.left_out_s)} pass between them, in Python and in waiting"
     else:
-        rest = f"{duration(-phase.left_out_s)} too many, which is the price of timing each of them"
+        rest = f"{duration(-phase.left_out_s)} more than the whole without a clock on each"
     return [
         f"The {phase.phase} takes {time} undisturbed. Its operators, one by one, take {operators}: {rest}.",
         *(

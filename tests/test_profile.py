@@ -104,7 +104,7 @@ def test_what_operators_leave_out_is_the_rest_of_the_undisturbed_time() -> None:
     assert (phase.operators_s, phase.predicted_s, phase.left_out_s) == (4.0, 2.5, 1.0)
     assert "take 4 s: the other 1 s pass between them" in findings(phase, CEILINGS)[0]
     phase.undisturbed_s = 3.5
-    assert "take 4 s: 500 ms too many" in findings(phase, CEILINGS)[0]
+    assert "take 4 s: 500 ms more than the whole" in findings(phase, CEILINGS)[0]
 
 
 def test_the_gap_is_made_by_the_fewest_kinds_that_are_most_of_it() -> None:
