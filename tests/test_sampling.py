@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from minillm.config import known_model
 from minillm.errors import UsageError
@@ -125,6 +126,17 @@ def test_top_p_keeps_the_token_that_crosses_the_mass() -> None:
 def test_top_p_near_0_is_greedy_and_leaves_a_token(top_p: float) -> None:
     flat = torch.zeros(1, 900)
     assert kept(probabilities(flat, top_p=top_p)) == greedy(flat).tolist()
+
+
+@pytest.mark.parametrize(
+    "strictest", [{"top_k": 1}, {"top_p": 0.0}, {"min_p": 1.0}, {"top_k": 1, "top_p": 0.0, "min_p": 1.0}]
+)
+@pytest.mark.parametrize("temperature", [1e-3, 1.0, 1e3])
+def test_the_strictest_filters_leave_the_most_probable_token(strictest: dict[str, float], temperature: float) -> None:
+    logits = torch.randn(5, 900, generator=torch.Generator().manual_seed(0))
+    assert len(logits.amax(1)) == (logits == logits.amax(1, keepdim=True)).sum()  # no ties
+    p = probabilities(logits, temperature, **strictest)
+    assert p.tolist() == one_hot(greedy(logits), 900).tolist()
 
 
 def test_top_p_of_1_keeps_even_the_tail_that_rounding_would_cut() -> None:
