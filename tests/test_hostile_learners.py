@@ -652,3 +652,21 @@ def test_view_of_a_transposed_tensor_fails_as_it_does_in_a_model(workers: Worker
         assert torch.equal(channel.get("f")(q), q.view(-1))
         with pytest.raises(Wrong, match="view size is not compatible"):
             channel.get("f")(q.transpose(1, 2))
+
+
+def test_bytes_are_not_counted_by_the_learners_file(workers: Workers, tmp_path: Path) -> None:
+    """A `bytes_moved` that lies helps nobody, and one that is spoilt harms nobody."""
+    solution = (EXERCISES / "ch03/solution.py").read_text("utf-8")
+    right = "return F.scaled_dot_product_attention(rows, k, v, attn_mask=visible)"
+    copies = (
+        "k, v = (x.repeat_interleave(Hq // Hkv, 1) for x in (k, v))\n"
+        "    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:T])"
+    )
+    assert solution.count(right) == 1
+    for lie in ("sum(x.nbytes for x in args) * 5 // 4", "None"):
+        path, lying = tmp_path / "exercise.py", f"\n\ndef bytes_moved(function, *args):\n    return {lie}\n"
+        for code, status in ((solution, "passed"), (solution.replace(right, copies), "failed")):
+            path.write_text(code + lying)
+            result = Grading(EXERCISES, workers).grade_one("ch03", "grouped_attention", path)
+            assert result.status == status, result.why
+        assert "It copies them for each query head" in result.why

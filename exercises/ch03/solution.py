@@ -26,7 +26,7 @@ from minillm.roofline.counting import count
 
 # %% [markdown]
 # ## Bytes are graded too
-# `bytes_moved` is yours to use, and the graders use it: leave it as it is.
+# `bytes_moved` is yours to use, and the graders count as it does.
 
 
 # %%

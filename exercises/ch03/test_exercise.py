@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minillm.config import KNOWN_MODELS, ModelConfig
-from minillm.grading import PROMPT, Wrong, ask, example_model, exercise
+from minillm.grading import PROMPT, Wrong, ask, example_model, exercise, moved_bytes
 from minillm.grading.answer import refuses
 from minillm.model import Transformer
 from minillm.roofline.counting import count
@@ -77,27 +77,24 @@ MISTAKES = {
 }  # fmt: skip
 
 
-def measured(bytes_moved, function, *args: object) -> int:
+def measured(function, *args: object) -> int:
     """Bytes that a call moves, whose values are known to be right already."""
     try:
-        value = bytes_moved(function, *args)
+        return moved_bytes(function, *args)
     except Wrong as error:
         reason = (str(error).partition(") ")[2] or str(error)).rstrip(".")  # without the call that it is about
         raise Wrong(
-            f"Its values are right, but counting its bytes {reason}. Leave bytes_moved as it is, and give "
+            f"Its values are right, but counting its bytes {reason}. Give "
             "F.scaled_dot_product_attention tensors of four dimensions."
         ) from None
-    if type(value) is not int or not 0 <= value < 2**60:
-        raise Wrong("bytes_moved does not return a number of bytes: restore it, as the graders need it.")
-    return value
 
 
 def within(moved: int, least: int, due: int, limit: float, what: str, hints: dict[float, str]) -> None:
     """`moved` must be `least` bytes or more, and below `limit` times the `due` ones. Hints go by the ratio, largest first."""
     if moved < least:
         raise Wrong(
-            f"{what} seems to move {moved:,} bytes, fewer than the {least:,} that it is given and returns: leave bytes_moved "
-            "as it is, and compute with PyTorch's operators."
+            f"{what} seems to move {moved:,} bytes, fewer than the {least:,} that it is given and returns: "
+            "compute with PyTorch's operators."
         )
     if moved >= limit * due:
         hint = next((text for ratio, text in hints.items() if moved >= ratio * due), "")
@@ -105,7 +102,7 @@ def within(moved: int, least: int, due: int, limit: float, what: str, hints: dic
 
 
 @exercise(points=4)
-def test_grouped_attention(grouped_attention, bytes_moved):
+def test_grouped_attention(grouped_attention):
     shapes = [
         (1, 6, 2, 1, 9, 8),  # decode
         (2, 6, 2, 4, 11, 6),  # a chunk
@@ -152,7 +149,7 @@ def test_grouped_attention(grouped_attention, bytes_moved):
         answer.label = f"grouped_attention with Hq = {Hq}, Hkv = {Hkv}, T = {T}, S = {S}, D = {D}"
         answer.tensor(attention(q, k, v), atol=1e-5)
         others = normal(B, Hq, T, D, seed=6).float()  # so that a result that was kept is of no use
-        moved = measured(bytes_moved, grouped_attention, others, k, v)
+        moved = measured(grouped_attention, others, k, v)
         hints = {
             2 * G - 1.0: "It copies them for each query head, as repeat_interleave does, or a matrix product that broadcasts.",
             G - 0.5: f"Each is loaded for each of the {G} query heads of its group: make these the rows of one matrix.",
@@ -272,7 +269,7 @@ def compare(make, config: ModelConfig, batch: int, sizes: list[int], dtype: torc
     )
 
 
-def count_decode(make, bytes_moved) -> None:
+def count_decode(make) -> None:
     """One decode step over many tokens in a cache with room for far more: its values, then its bytes."""
     Hq, Hkv, D, S = LONG.n_heads, LONG.n_kv_heads, LONG.head_dim, 301
     cache = Checked(make(LONG, 8000), 1)
@@ -289,7 +286,7 @@ def count_decode(make, bytes_moved) -> None:
     cache.positions(1)
     G = Hq // Hkv
     for layer in range(2):
-        moved = measured(bytes_moved, cache.cache, layer, q + 1, k[layer, :, :, -1:], v[layer, :, :, -1:])
+        moved = measured(cache.cache.attend, layer, q + 1, k[layer, :, :, -1:], v[layer, :, :, -1:])
         hints = {
             20.0: "It reads what is still empty, too: a step should not depend on the capacity.",
             2 * G - 1.0: "It copies heads before it attends.",
@@ -317,7 +314,7 @@ def attend_deep(make) -> None:
 
 
 @exercise(points=3)
-def test_grouped_cache(GroupedKVCache, bytes_moved):
+def test_grouped_cache(GroupedKVCache):
     for config in (GQA, MHA, MQA):
         compare(GroupedKVCache, config, 1, [7, 1, 1, 1])
     compare(GroupedKVCache, GQA, 2, [4, 1, 1])
@@ -340,7 +337,7 @@ def test_grouped_cache(GroupedKVCache, bytes_moved):
         )
     refuses(Checked(GroupedKVCache(GQA, 2), 1).cache.positions, 3, because="as it has room for 2 tokens")
     attend_deep(GroupedKVCache)
-    count_decode(GroupedKVCache, bytes_moved)
+    count_decode(GroupedKVCache)
     return real_text(GroupedKVCache)
 
 
@@ -561,7 +558,7 @@ LATENT_MISTAKES = {
 
 
 @exercise(points=3)
-def test_absorbed_mla(absorbed_mla, bytes_moved):
+def test_absorbed_mla(absorbed_mla):
     def given(B: int, Hq: int, S: int, d_nope: int, d_r: int, d_c: int, d_v: int) -> tuple[Tensor, ...]:
         weights = normal(Hq, d_nope, d_c, seed=5) / d_c**0.5 * 2, normal(Hq, d_v, d_c, seed=6) / d_c**0.5
         return (
@@ -597,7 +594,7 @@ def test_absorbed_mla(absorbed_mla, bytes_moved):
         answer = ask(absorbed_mla, *args)
         answer.label = f"absorbed_mla with Hq = {Hq}, S = {S}, d_nope = {d_nope}, d_r = {d_r}, d_c = {d_c}, d_v = {d_v}"
         answer.tensor(latent_attention(*(x.double() for x in args)), atol=1e-5)
-        moved = measured(bytes_moved, absorbed_mla, args[0] + 1, *args[1:])  # a result that was kept is of no use
+        moved = measured(absorbed_mla, args[0] + 1, *args[1:])  # a result that was kept is of no use
         cached, given_bytes = args[2].nbytes + args[3].nbytes, sum(x.nbytes for x in args)
         hint = (
             "It makes keys or values, or copies latents, for each head: move w_uk to the query and w_uv to the weighted sum, "

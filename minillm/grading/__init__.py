@@ -1,6 +1,6 @@
 """Grading: what grader files, notebooks and commands use. The learner's code never runs where the points are counted."""
 
-from minillm.grading.answer import Answer, ask, refuses
+from minillm.grading.answer import Answer, ask, moved_bytes, refuses
 from minillm.grading.catalog import exercise
 from minillm.grading.errors import NotGraded, NotWritten, Wrong
 from minillm.grading.models import PROMPT, example_model
@@ -16,5 +16,6 @@ __all__ = [
     "check",
     "example_model",
     "exercise",
+    "moved_bytes",
     "refuses",
 ]

@@ -158,6 +158,16 @@ def ask(function: Remote, *args: Any) -> Answer:
     return Answer(f"{function!r}({', '.join(map(brief, args))})", function(*args))
 
 
+def moved_bytes(function: Remote, *args: Any) -> int:
+    """Bytes that a call reads and writes, counted beside the learner's code and not by it."""
+    value = function._channel.call(function, args, "count")
+    if type(value) is not int or not 0 <= value < 2**60:
+        raise Wrong(
+            f"{function!r} spoils the count of its bytes: compute with PyTorch's operators, and leave minillm alone."
+        )
+    return value
+
+
 def refuses(function: Remote, *args: Any, because: str) -> None:
     """The learner's code must raise a ValueError for these arguments, with a message."""
     label = f"{function!r}({', '.join(map(brief, args))})"

@@ -51,11 +51,12 @@ class Channel:
     def roundtrip(self, message: bytes, label: str) -> bytes:
         raise NotImplementedError
 
-    def call(self, remote: Remote, args: tuple[Any, ...]) -> Any:
+    def call(self, remote: Remote, args: tuple[Any, ...], do: str = "call") -> Any:
+        """What the learner's code returns; with `do` = "count", the bytes that the call moves."""
         label = f"{remote._label}({', '.join(map(brief, args))})"
         method = remote._method
         target = Remote(self, remote._number, remote._kind) if method else remote
-        reply = self._ask({"do": "call", "target": target, "method": method, "args": list(args)}, label)
+        reply = self._ask({"do": do, "target": target, "method": method, "args": list(args)}, label)
         if "mutated" in reply:
             raise Wrong(f"{label} changes what it was given: work on a copy, its caller still needs the original.")
         if "returned" in reply:
