@@ -17,6 +17,7 @@ from minillm.metrics import (
     mean_tpot,
     percentile,
     summarize,
+    summarize_requests,
     system_tps,
     tpot,
     ttft,
@@ -139,6 +140,7 @@ def test_dollars_per_million_tokens() -> None:
     assert usd_per_million_tokens(3.6, 1000.0) == pytest.approx(1.0, rel=1e-15)
     assert usd_per_million_tokens(2.5, 100.0) == pytest.approx(6.944444444444445, rel=1e-15)
     assert usd_per_million_tokens(2.5, 3000.0) == pytest.approx(0.23148148148148148, rel=1e-15)
+    assert usd_per_million_tokens(3.6, 0.5) == pytest.approx(2000.0, rel=1e-15)  # two seconds a token is a rate too
     assert usd_per_million_tokens(0.0, 100.0) == 0.0
 
 
@@ -150,6 +152,22 @@ def test_summary_of_a_run() -> None:
         "itl_p99_s": pytest.approx(0.25 + 0.98 * 0.75, rel=1e-12),
         "tokens_per_s": 2.0,
         "usd_per_million_tokens": pytest.approx(1000.0, rel=1e-12),
+    }
+
+
+def test_summary_of_two_gaps_has_their_mean_as_median() -> None:
+    assert summarize([0.5, 0.75, 1.5])["itl_p50_s"] == 0.5  # of 0.25 and 0.75
+
+
+def test_summary_of_several_requests_pools_their_gaps_and_takes_the_median_of_their_ttft() -> None:
+    first = RequestTimes(0.0, [1.0, 1.5])  # TTFT 1, gap 0.5
+    second = RequestTimes(1.0, [5.0, 5.25, 6.25])  # TTFT 4, gaps 0.25 and 1
+    assert summarize_requests([first, second], price_per_hour=3.6) == {
+        "ttft_s": 2.5,  # of 1 and 4
+        "itl_p50_s": 0.5,
+        "itl_p99_s": pytest.approx(0.5 + 0.98 * 0.5, rel=1e-12),  # position 1.98 of 0.25, 0.5, 1
+        "tokens_per_s": 5 / 6.25,
+        "usd_per_million_tokens": pytest.approx(1250.0, rel=1e-12),  # 0.001 $/s at 0.8 tokens/s
     }
 
 
@@ -188,8 +206,10 @@ BAD_INPUT = {
     "no requests, goodput": lambda: goodput([]),
     "a negative limit": lambda: goodput([REQUEST], ttft_s=-1.0),
     "a negative price": lambda: usd_per_million_tokens(-1.0, 10.0),
+    "an infinite price": lambda: usd_per_million_tokens(math.inf, 10.0),
     "a negative price in a summary": lambda: summarize([0.5], price_per_hour=-1.0),
     "a rate of 0": lambda: usd_per_million_tokens(1.0, 0.0),
+    "an infinite rate": lambda: usd_per_million_tokens(1.0, math.inf),
 }
 
 

@@ -20,8 +20,9 @@ from minillm.roofline.counting import Cost, count
 from minillm.roofline.position import count_run, meta_twin
 from minillm.stages import gqa, naive, quantization
 from minillm.stages.gqa import GroupedKVCache
-from minillm.stages.quantization import SCHEMES, has_speed, quantize, weight_bytes
+from minillm.stages.quantization import SCHEMES, has_speed, quantize, streamed_bytes, weight_bytes
 from minillm.stages.quantized_linear import (
+    FastFP8Linear,
     FastInt4Linear,
     FastInt8Linear,
     FastW8A8Linear,
@@ -400,6 +401,35 @@ def test_weights_take_the_bytes_of_the_closed_form(scheme: str, readable: bool) 
     assert weight_bytes(quantize(model, scheme, readable=readable)) == expected
 
 
+def test_streamed_bytes_leave_out_an_embedding_that_is_not_the_head_too() -> None:
+    embedding = 4 * CONFIG.vocab_size * CONFIG.d_model
+    for config, tied in ((CONFIG, True), (UNTIED, False)):
+        model = lively_model(config)
+        assert streamed_bytes(model) == weight_bytes(model) - (0 if tied else embedding)
+        quantized = quantize(model, "int8")  # the head is a copy now
+        assert streamed_bytes(quantized) == weight_bytes(quantized) - embedding
+    assert streamed_bytes(quantize(lively_model(CONFIG), "int8", head=None)) == weight_bytes(
+        quantize(lively_model(CONFIG), "int8", head=None)
+    )
+
+
+def test_few_rows_go_to_the_kernel_of_int8_and_many_to_a_product_of_unpacked_pieces() -> None:
+    layer = FastInt8Linear(linear(48, 64))
+    for rows, by_kernel in ((1, True), (16, True), (17, False), (40, False)):
+        names = {op.name for op, _ in count(lambda n=rows: layer(torch.ones(n, 64)))}
+        assert ("weight_int8pack_mm" in names) is by_kernel
+
+
+def test_the_kernel_of_fp8_is_left_to_shapes_that_it_takes() -> None:
+    model = quantize(meta_twin(CONFIG, torch.bfloat16), "fp8")  # as on a GPU that has it: not so on the CPU
+    assert type(model.head) is FP8Linear  # 97 rows
+    assert type(model.blocks[0].mlp.down) is FastFP8Linear
+    narrow = quantize(meta_twin(wide(CONFIG, d_model=24, head_dim=8), torch.bfloat16), "fp8")
+    assert type(narrow.blocks[0].attention.qkv) is FP8Linear  # 24 columns
+    assert type(quantize(lively_model(CONFIG), "fp8").blocks[0].mlp.down) is FP8Linear
+    assert type(quantize(lively_model(CONFIG), "int8").head) is FastInt8Linear  # takes any number of rows
+
+
 def test_readable_layers_move_more_bytes_than_no_quantization() -> None:
     model = lively_model(FULL)
     steps = [count_run(PLAIN_STAGES["gqa"], m, 1, 1).bytes for m in (model, quantize(model, "int4", readable=True))]
@@ -474,6 +504,44 @@ def test_a_scheme_that_the_device_lacks_is_refused(monkeypatch: pytest.MonkeyPat
     assert "8.0" in refused(MinillmError, model, "int4")
     on("mps")
     assert "mps" in refused(MinillmError, model, "w8a8")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "least", "too_old"),
+    [
+        ("int8", (8, 0), [(7, 9), (7, 5)]),
+        ("int4", (8, 0), [(7, 9), (7, 5)]),
+        ("w8a8", (7, 5), [(7, 4), (7, 0), (6, 9)]),
+        ("fp8", (8, 9), [(8, 8), (8, 0), (7, 9)]),
+    ],
+)
+def test_the_least_capability_of_each_kernel(
+    scheme: str, least: tuple[int, int], too_old: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, gpu = lively_model(CONFIG), least
+    monkeypatch.setattr(Transformer, "device", property(lambda self: torch.device("cuda")))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: gpu)
+    quantize(model, scheme)
+    for gpu in too_old:
+        assert f"{least[0]}.{least[1]} and this one has {gpu[0]}.{gpu[1]}" in refused(MinillmError, model, scheme)
+        quantize(model, scheme, readable=True)  # which runs no kernel
+
+
+def test_readable_layers_run_on_any_device_and_in_fp16(monkeypatch: pytest.MonkeyPatch, model: Transformer) -> None:
+    half = quantize(lively_model(CONFIG, dtype=torch.float16), "int8", readable=True)
+    assert half.dtype is torch.float16
+    refused(UsageError, lively_model(CONFIG, dtype=torch.float64), "int8", readable=True)
+    monkeypatch.setattr(Transformer, "device", property(lambda self: torch.device("mps")))
+    assert isinstance(quantize(model, "int8", readable=True).head, Int8Linear)
+
+
+def test_weights_of_less_than_2_to_the_120_are_quantized() -> None:
+    model = lively_model(CONFIG)
+    weight = model.blocks[0].mlp.down.weight
+    weight[0, 0] = -(2.0**120 - 2.0**96)  # the largest float32 below it
+    assert quantize(model, "int8").blocks[0].mlp.down.dequantize()[0, 0] == pytest.approx(-(2.0**120), rel=0.01)
+    weight[0, 0] = -(2.0**120)
+    assert "2^120" in refused(MinillmError, model, "int8")
 
 
 def test_a_quantized_model_is_not_moved_or_cast(model: Transformer) -> None:

@@ -233,6 +233,12 @@ def test_exponential_of_0_picks_no_token_of_almost_no_probability(monkeypatch: p
     assert race(monkeypatch, [1e-12, 0.25, 0.75], [0.0, 1.0, 1.0]) == 2
 
 
+def test_exponential_of_0_counts_as_the_smallest_step_and_that_step_as_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = 2.0**-24
+    assert race(monkeypatch, [0.25, 0.75], [0.0, 2.5 * step]) == 1  # 0.25 against 0.75 / 2.5 = 0.3
+    assert race(monkeypatch, [0.25, 0.75], [step, 4 * step]) == 0  # 0.25 against 0.19
+
+
 def test_greedy_takes_the_largest_logit_and_on_a_tie_the_lowest_id() -> None:
     assert greedy(torch.tensor([[1.0, 3.0, 3.0], [-INF, -5.0, -7.0]])).tolist() == [1, 1]
 
@@ -240,6 +246,12 @@ def test_greedy_takes_the_largest_logit_and_on_a_tie_the_lowest_id() -> None:
 def test_temperature_0_is_greedy_whatever_else_is_set() -> None:
     logits = torch.randn(50, 30, generator=torch.Generator().manual_seed(6))
     assert Sampler(temperature=0.0, top_k=3, top_p=0.9, seed=7)(logits).equal(greedy(logits))
+
+
+def test_temperature_0_puts_all_probability_on_the_lowest_id_of_a_tie() -> None:
+    p = Sampler(temperature=0.0).probabilities(torch.tensor([[1.0, 2.0, 2.0], [5.0, 5.0, 5.0]]))
+    assert p.dtype == torch.float32
+    assert p.tolist() == [[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
 
 
 def test_sampler_draws_shapes_on_meta() -> None:
@@ -293,6 +305,16 @@ def test_fresh_restarts_a_sampler_and_leaves_a_function_as_it_is() -> None:
 @given(st.integers(0, 2**63 - 1))
 def test_every_seed_in_range_draws(seed: int) -> None:
     assert Sampler(seed=seed)(torch.zeros(1, 4)).item() in range(4)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**63 - 1])
+@pytest.mark.parametrize(
+    "edge", [{"top_k": 1}, {"top_p": 0.0}, {"top_p": 1.0}, {"min_p": 0.0}, {"min_p": 1.0}], ids=str
+)
+def test_settings_at_the_ends_of_their_ranges_draw(edge: dict[str, float], seed: int) -> None:
+    logits = torch.tensor([[0.0, 9.0, -INF]])
+    (token,) = Sampler(seed=seed, **edge)(logits).tolist()  # type: ignore[arg-type]
+    assert token in ([0, 1] if edge in ({"top_p": 1.0}, {"min_p": 0.0}) else [1])
 
 
 BAD_SETTINGS = [

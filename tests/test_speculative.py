@@ -825,6 +825,7 @@ def test_best_lookahead_is_the_one_that_no_other_beats() -> None:
         assert speedups.index(max(speedups)) == best
     assert best_lookahead(0.5, 0.6) == 0  # alpha below c: do not speculate
     assert best_lookahead(1.0, 0.0, 7) == 7
+    assert best_lookahead(1.0, 0.0) == 16  # as far as it looks
     assert best_lookahead(0.9, 0.0, 12, lambda n: 1.0 if n <= 4 else 3.0) == 3
 
 
@@ -837,6 +838,7 @@ def test_the_passes_of_a_round_can_be_counted_without_running_them(n: int, batch
     attention = 4 * n * batch * model.config.n_layers * model.config.n_heads * model.config.head_dim * (20 + n)
     assert real.flops >= linear + attention
     assert real.flops < 1.5 * (linear + attention)
+    assert (count(pass_over(meta, n, 20)).flops == counted.flops) is (batch == 1)  # one answer, where no number is told
 
 
 # --- Bad input --------------------------------------------------------------------------------------------------------
@@ -847,6 +849,19 @@ def refused(error_type: type[MinillmError], run: Callable[[], object]) -> str:
         run()
     assert is_one_sentence(str(error.value))
     return str(error.value)
+
+
+@pytest.mark.parametrize("alpha", [-0.5, 1.5, 2.0, float("nan")])
+def test_a_chance_outside_0_to_1_is_refused(alpha: float) -> None:
+    assert f"alpha is {alpha}" in refused(UsageError, lambda: expected_tokens(alpha, 4))
+    assert f"alpha is {alpha}" in refused(UsageError, lambda: predicted_speedup(alpha, 4, 0.1))
+
+
+def test_a_negative_lookahead_and_a_negative_cost_have_no_gain() -> None:
+    assert "lookahead is -1" in refused(UsageError, lambda: expected_tokens(0.5, -1))
+    assert "lookahead is -1" in refused(UsageError, lambda: predicted_speedup(0.5, -1, 0.1))
+    for c in (-0.1, -1.0, float("nan")):
+        assert f"c is {c}" in refused(UsageError, lambda c=c: predicted_speedup(0.5, 4, c))
 
 
 @pytest.mark.parametrize("lookahead", [0, -1, 2.5, "4", None, True])

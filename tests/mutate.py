@@ -1,0 +1,486 @@
+"""Mutation testing: put one small fault after the other into a module (`mutations.py`) and see whether its tests notice.
+
+    python tests/mutate.py                                            all modules of TESTS
+    python tests/mutate.py --module sampling --module stages/gqa      some of them
+    python tests/mutate.py --report tests/mutation_report.json        and write the counts down
+
+A fault that no test notices has survived: a test is missing, or the fault changes nothing that can be seen, which
+`mutation_equivalents.toml` then says and gives the reason for. Lines printed are the survivors without such a reason.
+
+How it stays fast. PyTorch is imported and the tests are collected once; each mutant is a forked child in which only the code of
+the faulty function is exchanged. It runs the tests that reach the faulty line, the shortest first, up to the first that
+fails. What acts while a module is imported (defaults, constants) is tried in a child that imports everything anew. Nothing
+on disk changes. A child that takes far longer than the right code, or far more memory, has failed: that is noticed too.
+Tests that start a process of their own see the right code there.
+"""
+
+import argparse
+import gc
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from types import CodeType, FrameType, FunctionType
+from typing import Any, TypeVar
+
+import pytest
+from _pytest.runner import runtestprotocol
+
+sys.path.insert(0, str(Path(__file__).parent))
+from mutations import Mutant, mutants
+
+ROOT = Path(__file__).parents[1]
+EQUIVALENTS = ROOT / "tests" / "mutation_equivalents.toml"
+LOOPS = "stages gqa model no_sync oracle"
+TESTS: dict[str, str] = {  # module of minillm: the files of its tests; modules of the same files are tried together
+    "sampling": "sampling",
+    "metrics": "metrics",
+    "stages/__init__": LOOPS,
+    "stages/naive": LOOPS,
+    "stages/kv_cache": LOOPS,
+    "stages/gqa": LOOPS,
+    "stages/static_batching": "batching no_sync",
+    "stages/slotted_cache": "batching no_sync",
+    "stages/batching": "batching no_sync",
+    "stages/quantizers": "quantization",
+    "stages/quantized_linear": "quantization",
+    "stages/quantization": "quantization",
+    "stages/rollback": "speculative",
+    "stages/drafters": "speculative",
+    "stages/speculative": "speculative",
+    "stages/speculative_gain": "speculative",
+    "stages/mla": "mla",
+    "stages/quantized_cache": "quantized_cache",
+    "batch": "batching no_sync",
+    "generation": LOOPS,
+    "model": LOOPS,
+    "workload": "workload",
+    "roofline/counting": "counting",
+    "roofline/position": "position",
+}
+NOT_TRIED = {  # stages that cannot be tried so, and why
+    "stages/triton_kernels": "Triton reads a kernel from its file, and its interpreter is a process of its own.",
+    "stages/triton_attention": "As triton_kernels.",
+    "stages/triton_linear": "As triton_kernels.",
+}
+SURVIVED, KILLED, ASK_COLD = 0, 1, 3  # exit status of a child
+MEMORY = 4 << 30  # bytes that a child may take beyond what its parent has
+T = TypeVar("T")
+
+
+def in_children(work: Callable[[T], int], tasks: Iterable[T], jobs: int) -> Iterator[tuple[T, int]]:
+    """Each task in a forked child, at most `jobs` at once: yields it and the exit status, negative for a signal."""
+    waiting, running = iter(tasks), {}
+    while True:
+        while len(running) < jobs and (task := next(waiting, None)) is not None:
+            if (pid := os.fork()) == 0:
+                status = KILLED
+                try:
+                    status = work(task)
+                finally:
+                    os._exit(status)
+            running[pid] = task
+        if not running:
+            return
+        pid, status = os.wait()
+        yield running.pop(pid), os.waitstatus_to_exitcode(status)
+
+
+def limit_memory() -> None:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def passes(items: Sequence[pytest.Item], seconds: dict[str, float]) -> bool:
+    """Whether all of these tests pass; stops at the first that does not. A test that hangs ends the process."""
+    for item, following in zip(items, [*items[1:], items[-1].session] if items else [], strict=True):
+        limit = 1 + 5 * seconds[item.nodeid]
+        # Seconds of the processor, as what others run beside it does not count; and of the clock, for a test that waits.
+        signal.setitimer(signal.ITIMER_PROF, limit)
+        signal.alarm(300 + int(100 * limit))
+        if any(report.failed for report in runtestprotocol(item, nextitem=following, log=False)):  # type: ignore[arg-type]
+            return False
+    return True
+
+
+class Tracer:
+    """A trace function that notes which lines of some files run."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self.lines: dict[str, set[int]] = {str(path): set() for path in paths}
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> Any:
+        if frame.f_code.co_filename not in self.lines:
+            return None
+        return self.line(frame, event, argument)
+
+    def line(self, frame: FrameType, event: str, argument: object) -> Any:
+        self.lines[frame.f_code.co_filename].add(frame.f_lineno)
+        return self.line
+
+
+def functions_of(path: Path) -> dict[tuple[str, int], list[FunctionType]]:
+    """All functions that exist whose code is in this file, by qualified name and first line: decorated ones too."""
+    found: dict[tuple[str, int], list[FunctionType]] = {}
+    for thing in gc.get_objects():
+        if type(thing) is FunctionType and thing.__code__.co_filename == str(path):
+            found.setdefault((thing.__qualname__, thing.__code__.co_firstlineno), []).append(thing)
+    return found
+
+
+def codes_of(code: CodeType) -> Iterator[CodeType]:
+    """A code object and all that are defined in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from codes_of(constant)
+
+
+@dataclass
+class Target:
+    """A module under test."""
+
+    module: str  # its import name
+    path: Path
+    source: str
+    found: list[Mutant]
+
+
+Name = tuple[int, int]  # of a mutant: which target, and which of its mutants
+
+
+@dataclass
+class Warm:
+    """A pytest plugin that tries mutants with the tests collected: exchanges code in children. Writes `warm.json`."""
+
+    targets: Sequence[Target]
+    jobs: int
+    folder: Path
+    tracer: Tracer
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        sys.settrace(None)
+        if session.testsfailed or not session.items:
+            raise pytest.UsageError("The tests of this module cannot be collected: run them alone.")
+        measured = self._measured(session.items)
+        seconds = {nodeid: spent for nodeid, (spent, _) in measured.items()}
+        shortest_first = sorted(session.items, key=lambda item: seconds[item.nodeid])
+        existing = [functions_of(target.path) for target in self.targets]
+
+        def reaching(name: Name) -> list[pytest.Item]:
+            path, touches = str(self.targets[name[0]].path), self._mutant(name).touches
+            return [item for item in shortest_first if not measured[item.nodeid][1][path].isdisjoint(touches)]
+
+        def trial(name: Name) -> int:
+            limit_memory()
+            if not exchanged(self._mutant(name), self.targets[name[0]].path, existing[name[0]]):
+                return ASK_COLD
+            return SURVIVED if passes(reaching(name), seconds) else KILLED
+
+        gc.freeze()  # else a collection in a child would copy the memory that it shares with its parent
+        names = [(t, i) for t, target in enumerate(self.targets) for i in range(len(target.found))]
+        warm = [name for name in names if self._mutant(name).function is not None and reaching(name)]
+        unreached = [name for name in names if self._mutant(name).function is not None and not reaching(name)]
+        outcomes = (
+            dict.fromkeys(names, ASK_COLD)
+            | dict.fromkeys(unreached, SURVIVED)
+            | dict(in_children(trial, warm, self.jobs))
+        )
+        for name, status in outcomes.items():
+            imported = self.tracer.lines[str(self.targets[name[0]].path)]
+            if status == SURVIVED and not imported.isdisjoint(self._mutant(name).touches):
+                outcomes[name] = ASK_COLD  # it also acts while tests are collected, and then the right code was there
+        told = {"seconds": seconds, "outcomes": list(outcomes.items()), "unreached": unreached}
+        (self.folder / "warm.json").write_text(json.dumps(told))
+        return True
+
+    def _mutant(self, name: Name) -> Mutant:
+        return self.targets[name[0]].found[name[1]]
+
+    def _measured(self, items: Sequence[pytest.Item]) -> dict[str, tuple[float, dict[str, set[int]]]]:
+        """For each test the seconds it takes and the lines it runs; found in a child, so that the parent has run none."""
+
+        def measure(file: Path) -> int:
+            rows = {}
+            for item, following in zip(items, [*items[1:], items[-1].session], strict=True):
+                tracer, start = Tracer(target.path for target in self.targets), time.process_time()
+                sys.settrace(tracer)
+                reports = runtestprotocol(item, nextitem=following, log=False)  # type: ignore[arg-type]
+                sys.settrace(None)
+                if failed := [report for report in reports if report.failed]:
+                    file.write_text(json.dumps({"failed": item.nodeid, "why": str(failed[0].longrepr)}))
+                    return KILLED
+                lines = {path: sorted(numbers) for path, numbers in tracer.lines.items()}
+                rows[item.nodeid] = (time.process_time() - start, lines)
+            file.write_text(json.dumps({"rows": rows}))
+            return SURVIVED
+
+        file = self.folder / "measured.json"
+        list(in_children(measure, [file], 1))
+        told = json.loads(file.read_text())
+        if "failed" in told:
+            raise pytest.UsageError(f"{told['failed']} fails on the code as it is: {told['why']}")
+        return {
+            nodeid: (seconds, {path: set(numbers) for path, numbers in lines.items()})
+            for nodeid, (seconds, lines) in told["rows"].items()
+        }
+
+
+def exchanged(mutant: Mutant, path: Path, existing: dict[tuple[str, int], list[FunctionType]]) -> bool:
+    """Give every function of the mutant's name the faulty code. False where only a new import can do that."""
+    codes = {(code.co_qualname, code.co_firstlineno): code for code in codes_of(compile(mutant.source, path, "exec"))}
+    done = False
+    for (name, line), functions in existing.items():
+        if name != mutant.function or (name, line) not in codes:
+            continue
+        for function in functions:
+            if len(function.__code__.co_freevars) != len(codes[name, line].co_freevars):
+                return False
+            function.__code__ = codes[name, line]
+            done = True
+    return done
+
+
+class Cold:
+    """A pytest plugin that runs the collected tests, the shortest first, and ends the process with the outcome."""
+
+    def __init__(self, seconds: dict[str, float]) -> None:
+        self.seconds = seconds
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        items = sorted(session.items, key=lambda item: self.seconds.get(item.nodeid, 0.0))
+        changed = session.testsfailed or {item.nodeid for item in items} != set(self.seconds)
+        os._exit(KILLED if changed or not passes(items, self.seconds) else SURVIVED)
+
+
+class FaultyImport(importlib.abc.MetaPathFinder):
+    """Imports one module from a source of our own, under the path of the right one."""
+
+    def __init__(self, module: str, path: Path, source: str) -> None:
+        self.module, self.path, self.source = module, path, source
+
+    def find_spec(self, name: str, *_: object) -> importlib.machinery.ModuleSpec | None:
+        if name != self.module:
+            return None
+        source = self.source
+
+        class Loader(importlib.machinery.SourceFileLoader):
+            def get_code(self, fullname: str) -> CodeType:
+                return compile(source, self.path, "exec")
+
+        return importlib.util.spec_from_file_location(name, self.path, loader=Loader(name, str(self.path)))
+
+
+@dataclass
+class Outcome:
+    """What became of a module's mutants."""
+
+    found: list[Mutant]
+    killed: list[Mutant]
+    timeouts: int  # of those killed: stopped by a limit of time
+    survivors: list[Mutant]
+    unreached: list[Mutant]  # survivors that no test runs over
+
+
+def run_pytest(tests: Sequence[Path], plugin: object) -> None:
+    """pytest in this process, of which nothing is printed and nothing kept."""
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(quiet, 1)
+    os.dup2(quiet, 2)
+    without = [word for name in ("cacheprovider", "randomly", "xdist") for word in ("-p", f"no:{name}")]
+    pytest.main(
+        ["-q", "--tb=native", "--hypothesis-profile=mutate", *without, *map(str, tests)],
+        plugins=[WithoutModel(), plugin],
+    )
+
+
+class WithoutModel:
+    """Leaves out the tests on the real model: each child would load it, which takes longer than all the others."""
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = [item for item in items if "smollm2" not in getattr(item, "fixturenames", ())]
+
+
+def try_modules(modules: Mapping[str, Path], tests: Sequence[Path], jobs: int) -> dict[str, Outcome]:
+    """Put all mutants of modules, given with their files, before the tests that they share, one mutant at a time.
+
+    Raises `RuntimeError` where the tests fail on the right code.
+    """
+    sources = {module: path.read_text() for module, path in modules.items()}
+    targets = [Target(module, path, sources[module], mutants(sources[module])) for module, path in modules.items()]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        os.environ["TMPDIR"] = tempfile.tempdir = temporary  # tests leave files: they go with this folder
+
+        def warm(_: int) -> int:
+            tracer = Tracer(modules.values())
+            sys.settrace(tracer)
+            run_pytest(tests, Warm(targets, jobs, folder, tracer))
+            return SURVIVED
+
+        list(in_children(warm, [0], 1))
+        if not (folder / "warm.json").exists():
+            measured = folder / "measured.json"
+            why = measured.read_text() if measured.exists() else "They cannot be collected."
+            raise RuntimeError(f"The tests of {', '.join(modules)} fail on the code as it is. {why}")
+        told = json.loads((folder / "warm.json").read_text())
+        outcomes: dict[Name, int] = {(t, i): status for (t, i), status in told["outcomes"]}
+
+        def trial(name: Name) -> int:
+            limit_memory()
+            target = targets[name[0]]
+            source = target.source if name[1] < 0 else target.found[name[1]].source
+            sys.meta_path.insert(0, FaultyImport(target.module, target.path, source))
+            run_pytest(tests, Cold(told["seconds"]))
+            return KILLED  # the tests did not even begin
+
+        unchanged = (0, -1)  # must survive, or the others that do not would say nothing
+        cold = [name for name, status in outcomes.items() if status == ASK_COLD]
+        for name, status in in_children(trial, [unchanged, *cold], jobs):
+            if name == unchanged and status != SURVIVED:
+                raise RuntimeError(
+                    f"The tests of {', '.join(modules)} fail where nothing is changed, the shortest run first."
+                )
+            outcomes[name] = status
+        del os.environ["TMPDIR"]
+        tempfile.tempdir = None
+    return {target.module: outcome_of(t, target, outcomes, told["unreached"]) for t, target in enumerate(targets)}
+
+
+def outcome_of(t: int, target: Target, outcomes: Mapping[Name, int], unreached: Sequence[Sequence[int]]) -> Outcome:
+    status = [outcomes[t, i] for i in range(len(target.found))]
+    return Outcome(
+        target.found,
+        [mutant for mutant, end in zip(target.found, status, strict=True) if end != SURVIVED],
+        sum(end in (-signal.SIGPROF, -signal.SIGALRM) for end in status),
+        [mutant for mutant, end in zip(target.found, status, strict=True) if end == SURVIVED],
+        [target.found[i] for owner, i in unreached if owner == t],
+    )
+
+
+@dataclass(frozen=True)
+class Excuse:
+    """Why a mutant may survive: it changes nothing that can be seen, or only a GPU reaches it."""
+
+    reason: str
+    needs_gpu: bool
+
+
+def equivalents(module: str) -> dict[tuple[str, str], Excuse]:
+    """What `mutation_equivalents.toml` says of a module, by the line and the change of a mutant."""
+    listed = tomllib.loads(EQUIVALENTS.read_text()).get(module, [])
+    return {
+        (entry["line"], change): Excuse(entry["reason"], entry.get("needs") == "gpu")
+        for entry in listed
+        for change in entry["changes"]
+    }
+
+
+def files_of(module: str) -> tuple[str, Path, list[Path]]:
+    """The import name of a module of TESTS, its file, and the files of its tests."""
+    name = f"minillm.{module.replace('/', '.')}".removesuffix(".__init__")
+    tests = [ROOT / "tests" / f"test_{test}.py" for test in TESTS[module].split()]
+    return name, ROOT / "minillm" / f"{module}.py", tests
+
+
+def counts(outcome: Outcome, known: Mapping[tuple[str, str], Excuse]) -> dict[str, Any]:
+    """A module's part of the report. The score leaves out what is equivalent, and what this machine cannot run."""
+    surviving = [mutant for mutant in outcome.survivors if (mutant.line, mutant.change) not in known]
+    needs_gpu = sum(known[name].needs_gpu for m in outcome.survivors if (name := (m.line, m.change)) in known)
+    killed = len(outcome.killed)
+    return {
+        "mutants": len(outcome.found),
+        "killed": killed,
+        "killed_by_time": outcome.timeouts,
+        "equivalent": len(outcome.survivors) - len(surviving) - needs_gpu,
+        "needs_gpu": needs_gpu,
+        "survived": len(surviving),
+        "score": round(killed / max(killed + len(surviving), 1), 4),
+        "survivors": [{"line": mutant.line, "change": mutant.change} for mutant in surviving],
+    }
+
+
+def prepare() -> None:
+    """What every child needs and none changes."""
+    for name in ("torch", "numpy", "hypothesis", "safetensors.torch", "tokenizers", "gguf", "rich.console"):
+        importlib.import_module(name)
+    import hypothesis
+    import torch
+
+    torch.set_num_threads(1)  # a child has none of its parent's threads
+    hypothesis.settings.register_profile(
+        "mutate",
+        database=None,
+        derandomize=True,  # the same mutants survive each time
+        deadline=None,
+        phases=[
+            hypothesis.Phase.explicit,
+            hypothesis.Phase.generate,
+        ],  # a fault found is enough: no smaller one is sought
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--module", action="append", choices=list(TESTS), metavar="M", help="one of TESTS; several allowed"
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="children at once (2)")
+    parser.add_argument("--report", type=Path, help="a JSON file whose entries of these modules are replaced")
+    options = parser.parse_args(arguments)
+    sys.path.insert(0, str(ROOT))
+    os.chdir(ROOT)
+    prepare()
+    asked = options.module or list(TESTS)
+    for files in dict.fromkeys(TESTS[module] for module in asked):
+        together = [module for module in asked if TESTS[module] == files]
+        start = time.perf_counter()
+        paths = {files_of(module)[0]: files_of(module)[1] for module in together}
+        outcomes = try_modules(paths, files_of(together[0])[2], options.jobs)
+        print(f"{', '.join(together)}: {time.perf_counter() - start:.0f} s")
+        for module in together:
+            outcome, known = outcomes[files_of(module)[0]], equivalents(module)
+            row = counts(outcome, known)
+            tell(module, outcome, known, row)
+            if options.report:
+                write(options.report, module, row)
+    return 0
+
+
+def tell(module: str, outcome: Outcome, known: Mapping[tuple[str, str], Excuse], row: Mapping[str, Any]) -> None:
+    """Print a module's counts and what is to be looked at."""
+    numbers = ", ".join(f"{row[key]} {key}" for key in ("mutants", "killed", "equivalent", "needs_gpu", "survived"))
+    print(f"{module}: {numbers}", flush=True)
+    for mutant in outcome.survivors:
+        if (mutant.line, mutant.change) not in known:
+            note = "  (no test runs it)" if mutant in outcome.unreached else ""
+            print(f"  {mutant.number}: {mutant.line}\n       {mutant.change}{note}")
+    for mutant in outcome.killed:
+        if (mutant.line, mutant.change) in known:
+            print(f"  {mutant.number}: listed as equivalent, but a test kills it: {mutant.change}")
+
+
+def write(report: Path, module: str, row: Mapping[str, Any]) -> None:
+    """Put a module's counts into the report, with the commit and the day."""
+    written = json.loads(report.read_text()) if report.exists() else {}
+    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True).strip()
+    written[module] = {"commit": commit, "date": date.today().isoformat(), **row}
+    report.write_text(json.dumps({key: written[key] for key in TESTS if key in written}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
