@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import pytest
@@ -56,12 +57,18 @@ def _interpret() -> None:
     torch.set_num_threads(1)
 
 
+def release(package: str) -> tuple[int, ...]:
+    return tuple(map(int, version(package).split(".")[:2]))
+
+
 @pytest.fixture(scope="module")
 def interpreter() -> Iterator[Run]:
     """Calls a function in another process, where Triton interprets its kernels. Functions of this file, as it imports them."""
+    if release("triton") < (3, 7) and release("numpy") >= (2, 4):
+        pytest.skip("the interpreter of Triton 3.6 does not work with NumPy 2.4")  # for loops whose bounds are loaded
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn, initializer=_interpret) as pool:
-        yield lambda fn, *args: pool.submit(fn, *args).result(timeout=120)
+        yield lambda fn, *args: pool.submit(fn, *args).result(timeout=600)
 
 
 def op(name: str, *args: Any) -> Tensor:
@@ -77,7 +84,7 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 
 
 class Attention(NamedTuple):
-    """Arguments of `split_attention`; columns that may not be seen are NaN, and so is what lies around the views."""
+    """Arguments of `split_attention`, k and v in layouts of their own. What may not be seen or lies around them is NaN."""
 
     q: Tensor  # (B, Hq, 1, D)
     k: Tensor  # (B, Hkv, S, D)
@@ -91,7 +98,8 @@ def attention_case(
 ) -> Attention:
     B = len(lengths)
     q = noise(B, 1, Hkv * G, D).to(dtype).transpose(1, 2)  # as the model has it: (B, 1, Hq, D), seen as (B, Hq, 1, D)
-    k, v = torch.full((2, B + 1, Hkv + 1, S + 3, D + 8), torch.nan).to(dtype)[:, 1:, :Hkv, 2 : S + 2, :D]
+    k = torch.full((B + 1, Hkv + 1, S + 3, D + 8), torch.nan).to(dtype)[1:, :Hkv, 2 : S + 2, :D]
+    v = torch.full((B + 1, S + 3, Hkv + 1, D + 16), torch.nan).to(dtype)[1:, 2 : S + 2, :Hkv, :D].transpose(1, 2)
     for b, length in enumerate(lengths):
         first = 0 if window is None else max(0, length - window)
         k[b, :, first:length] = noise(Hkv, min(length, S) - first, D, seed=1 + b)
@@ -139,7 +147,7 @@ def test_split_attention_equals_plain_attention(interpreter: Run, shape: Any, dt
     check_attention(case, interpreter(op, "split_attention", *case))
 
 
-@pytest.mark.parametrize("window", [1, 2, 63, 64, 70, 129, 500])
+@pytest.mark.parametrize("window", [1, 2, 64, 70, 500])
 def test_a_window_counts_the_new_token_itself(interpreter: Run, window: int) -> None:
     case = attention_case([1, 64, 130, 150], 150, 2, 3, 32, torch.float32, window)
     check_attention(case, interpreter(op, "split_attention", *case))
@@ -215,8 +223,8 @@ def check_product(case: Product, actual: Tensor) -> None:
 
 
 @both_dtypes
-@pytest.mark.parametrize("M", [1, 2, 5, 16])
-@pytest.mark.parametrize("N, K", [(1, 32), (50, 72), (33, 1100)])
+@pytest.mark.parametrize("M", [1, 5, 16])
+@pytest.mark.parametrize("N, K", [(1, 32), (33, 1100)])
 def test_int8_linear_equals_the_product_with_the_weight(
     interpreter: Run, M: int, N: int, K: int, dtype: torch.dtype
 ) -> None:
@@ -226,7 +234,7 @@ def test_int8_linear_equals_the_product_with_the_weight(
 
 @both_dtypes
 @pytest.mark.parametrize("M", [1, 3, 16])
-@pytest.mark.parametrize("N, K, group_size", [(1, 32, 32), (50, 96, 32), (33, 1152, 64), (9, 384, 128)])
+@pytest.mark.parametrize("N, K, group_size", [(1, 32, 32), (33, 1152, 64), (9, 384, 128)])
 def test_int4_linear_equals_the_product_with_the_weight(
     interpreter: Run, M: int, N: int, K: int, group_size: int, dtype: torch.dtype
 ) -> None:
@@ -358,6 +366,15 @@ def test_a_model_in_fp16_runs_by_kernels(interpreter: Run, scheme: str) -> None:
     actual = interpreter(logits_by_kernels, half, tokens).float()
     # The bound of test_model.test_sixteen_bit_logits_stay_near_float32.
     assert (actual - expected).abs().max() <= 90 * 2.0**-12 * expected.abs().max()
+
+
+def test_readable_layers_ask_no_capability_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lively_model(CONFIG, dtype=torch.float16)
+    monkeypatch.setattr(Transformer, "device", property(lambda self: torch.device("cuda")))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    for scheme in ("int8", "int4"):
+        assert "needs a GPU of compute capability 8.0" in refusal(quantize, model, scheme)
+        assert isinstance(quantize(model, scheme, readable=True).head, (Int8Linear, Int4Linear))
 
 
 def test_many_rows_take_the_plain_product_with_the_weight_dequantized_once(monkeypatch: pytest.MonkeyPatch) -> None:
