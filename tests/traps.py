@@ -304,7 +304,7 @@ TRAPS = {
             Fault("test_stages.py::test_prompt_and_answer_may_fill_the_model_positions_exactly",
                   "minillm/generation.py",
                   "needed = len(prompt) + max_new_tokens - 1", "needed = len(prompt) + max_new_tokens - 2"),
-            Fault("test_batching.py::test_a_request_that_can_never_fit_is_refused_before_any_runs",
+            Fault("test_batching.py::test_a_request_that_can_never_fit_is_refused_before_any_runs[cache]",
                   STAGES + "batching.py",
                   "if row.size > limit:", "if row.size > limit + 1:"),
         ),
