@@ -58,7 +58,9 @@ class OneDNNLinear(nn.Linear):
         self._choose()
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._onednn is None:
+        if (
+            self._onednn is None or torch.compiler.is_compiling()
+        ):  # which sees through neither oneDNN nor packed weights
             return super().forward(x)
         weight: Tensor = self.weight
         if self._packed is not None:

@@ -14,7 +14,7 @@ from minillm.report import ceilings_table, metrics_table, positions_table, predi
 from minillm.roofline.ceilings import CeilingMeter, Ceilings
 from minillm.roofline.counting import Cost, CountingMode
 from minillm.roofline.hardware import datasheet_ceilings
-from minillm.roofline.position import Position, meta_twin, phase_costs, phase_costs_of_run, phase_seconds
+from minillm.roofline.position import Position, ceilings_of, meta_twin, phase_costs, phase_costs_of_run, phase_seconds
 from minillm.roofline.profile import explain, profile_phases
 from minillm.stages import STAGES, Stage, known_stage
 from minillm.tokenizer import Tokenizer
@@ -46,11 +46,16 @@ class StageResult:
         return sorted(self.runs, key=lambda run: run[0].times[-1])[len(self.runs) // 2]
 
     def predictions(self, ceilings: Ceilings) -> list[Position]:
-        return [Position(phase, cost, ceilings) for phase, cost in self.costs.items()]
+        return [Position(phase, cost, self._binds(phase, ceilings)) for phase, cost in self.costs.items()]
 
     def positions(self, ceilings: Ceilings) -> list[Position]:
         measured = phase_seconds(self.median_run[0].times)
-        return [Position(phase, cost, ceilings, measured[phase]) for phase, cost in self.costs.items()]
+        return [
+            Position(phase, cost, self._binds(phase, ceilings), measured[phase]) for phase, cost in self.costs.items()
+        ]
+
+    def _binds(self, phase: str, ceilings: Ceilings) -> Ceilings:
+        return ceilings_of(known_stage(self.stage), phase, ceilings)
 
 
 @dataclass

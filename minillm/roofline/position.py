@@ -150,6 +150,12 @@ def phase_costs_of_run(
     return costs
 
 
+def ceilings_of(stage: Stage, phase: str, ceilings: Ceilings) -> Ceilings:
+    """What binds a phase of a stage: of a decode step that is compiled or captured, no operator's overhead."""
+    launched = phase == "decode" and getattr(stage, "launched", False)  # a stage's module may stand for it
+    return replace(ceilings, overhead=0.0) if launched else ceilings
+
+
 def phase_seconds(times: Sequence[float]) -> dict[str, float]:
     """Measured seconds of each phase, from a generation's times."""
     measured = {"prefill": times[0]}
@@ -177,4 +183,7 @@ def predict_stage(
         model = prepare(model)
     prefill = count_run(stage, model, context, 1, batch)
     step = count_run(stage, model, context - 1, 2, batch) - count_run(stage, model, context - 1, 1, batch)
-    return [Position("prefill", prefill, ceilings), Position("decode", step, ceilings)]
+    return [
+        Position(phase, cost, ceilings_of(stage, phase, ceilings))
+        for phase, cost in (("prefill", prefill), ("decode", step))
+    ]

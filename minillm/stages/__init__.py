@@ -9,7 +9,7 @@ from minillm.errors import UsageError
 from minillm.generation import Generation, OnToken, Run
 from minillm.model import Transformer
 from minillm.sampling import SamplerLike, greedy
-from minillm.stages import batching, gqa, kv_cache, naive, speculative, static_batching
+from minillm.stages import batching, gqa, kernels, kv_cache, naive, speculative, static_batching
 from minillm.stages.drafters import ModelDrafter
 from minillm.stages.quantization import quantize
 
@@ -21,13 +21,15 @@ class Stage:
     `generate` answers one prompt: (model, prompt, max_new_tokens, sampler=, stop_tokens=, on_token=) -> Generation. `run` takes
     B prompts of equal length in lockstep, for counting on any device; None where only a real run tells what there is to do.
     `generate_batch` answers several prompts at once, None where a stage does not. `prepare` gives the model that the stage
-    runs, made once before; where it is None, the model is run as it is.
+    runs, made once before; where it is None, the model is run as it is. `launched` tells that decode steps run compiled or
+    captured, so that their operators cost no overhead.
     """
 
     generate: Callable[..., Generation]
     run: Run | None
     generate_batch: Callable[..., list[Generation]] | None = None
     prepare: Callable[[Transformer], Transformer] | None = None
+    launched: bool = False
 
     def prepared(self, model: Transformer) -> Transformer:
         """The model that this stage runs. Raises `MinillmError` where the device or the dtype does not allow it."""
@@ -83,6 +85,7 @@ STAGES = {
     "quantization": _quantized("int8"),
     "quantization_int4": _quantized("int4"),
     "speculative": Stage(_speculate, run=None, prepare=_with_its_twin),
+    "kernels": Stage(kernels.generate, kernels.run, prepare=kernels.prepare, launched=True),
 }
 
 
