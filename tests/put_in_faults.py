@@ -1,6 +1,6 @@
 """Puts every fault of traps.py into a copy of this repository, one at a time, and shows that its test then fails.
 
-    python tests/put_in_faults.py             all of them, in two processes: some ten minutes
+    python tests/put_in_faults.py             all of them, in two processes: some seven minutes
     python tests/put_in_faults.py 6 11        those of the traps 6 and 11
     python tests/put_in_faults.py -j 8        in eight processes
 
