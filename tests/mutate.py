@@ -3,15 +3,17 @@
     python tests/mutate.py                                            all modules of TESTS
     python tests/mutate.py --module sampling --module stages/gqa      some of them
     python tests/mutate.py --report tests/mutation_report.json        and write the counts down
+    python tests/mutate.py --report tests/mutation_report.json --again       only what survived there, after a new test
 
 A fault that no test notices has survived: a test is missing, or the fault changes nothing that can be seen, which
-`mutation_equivalents.toml` then says and gives the reason for. Lines printed are the survivors without such a reason.
+`mutation_equivalents.toml` then says and gives the reason for. Survivors without such a reason are printed as they are found.
 
 How it stays fast. PyTorch is imported and the tests are collected once; each mutant is a forked child in which only the code of
 the faulty function is exchanged. It runs the tests that reach the faulty line, the shortest first, up to the first that
-fails. What acts while a module is imported (defaults, constants) is tried in a child that imports everything anew. Nothing
-on disk changes. A child that takes far longer than the right code, or far more memory, has failed: that is noticed too.
-Tests that start a process of their own see the right code there.
+fails, `--seconds` of them at most: with fewer seconds more mutants seem to survive, never fewer. What acts while a module is
+imported (defaults, constants) is tried in a child that imports everything anew. Nothing on disk changes. A child that takes
+far longer than the right code, or far more memory, has failed: that is noticed too. Tests on the real model, whose loading
+takes longer than all others, are left out, and tests that start a process of their own see the right code there.
 """
 
 import argparse
@@ -20,6 +22,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import itertools
 import json
 import os
 import resource
@@ -105,10 +108,10 @@ def limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def passes(items: Sequence[pytest.Item], seconds: dict[str, float]) -> bool:
+def passes(items: Sequence[pytest.Item], spent: Mapping[str, float]) -> bool:
     """Whether all of these tests pass; stops at the first that does not. A test that hangs ends the process."""
     for item, following in zip(items, [*items[1:], items[-1].session] if items else [], strict=True):
-        limit = 1 + 5 * seconds[item.nodeid]
+        limit = 1 + 5 * spent[item.nodeid]
         # Seconds of the processor, as what others run beside it does not count; and of the clock, for a test that waits.
         signal.setitimer(signal.ITIMER_PROF, limit)
         signal.alarm(300 + int(100 * limit))
@@ -150,6 +153,16 @@ def codes_of(code: CodeType) -> Iterator[CodeType]:
             yield from codes_of(constant)
 
 
+Announce = Callable[[str, Mutant, str], None]  # called for each survivor as it is found: module, mutant, note
+
+
+def within(items: Sequence[pytest.Item], spent: Mapping[str, float], seconds: float) -> list[pytest.Item]:
+    """The shortest of these tests that take so many seconds together, the shortest first."""
+    ordered = sorted(items, key=lambda item: spent[item.nodeid])
+    totals = itertools.accumulate(spent[item.nodeid] for item in ordered)
+    return [item for item, total in zip(ordered, totals, strict=True) if total <= seconds]
+
+
 @dataclass
 class Target:
     """A module under test."""
@@ -158,6 +171,7 @@ class Target:
     path: Path
     source: str
     found: list[Mutant]
+    tried: list[int]  # which of those; the others are known to be killed
 
 
 Name = tuple[int, int]  # of a mutant: which target, and which of its mutants
@@ -169,6 +183,8 @@ class Warm:
 
     targets: Sequence[Target]
     jobs: int
+    seconds: float  # of tests for each mutant
+    announce: Announce
     folder: Path
     tracer: Tracer
 
@@ -177,36 +193,41 @@ class Warm:
         if session.testsfailed or not session.items:
             raise pytest.UsageError("The tests of this module cannot be collected: run them alone.")
         measured = self._measured(session.items)
-        seconds = {nodeid: spent for nodeid, (spent, _) in measured.items()}
-        shortest_first = sorted(session.items, key=lambda item: seconds[item.nodeid])
+        spent = {nodeid: seconds for nodeid, (seconds, _) in measured.items()}
         existing = [functions_of(target.path) for target in self.targets]
 
         def reaching(name: Name) -> list[pytest.Item]:
             path, touches = str(self.targets[name[0]].path), self._mutant(name).touches
-            return [item for item in shortest_first if not measured[item.nodeid][1][path].isdisjoint(touches)]
+            items = [item for item in session.items if not measured[item.nodeid][1][path].isdisjoint(touches)]
+            return within(items, spent, self.seconds)
 
         def trial(name: Name) -> int:
             limit_memory()
             if not exchanged(self._mutant(name), self.targets[name[0]].path, existing[name[0]]):
                 return ASK_COLD
-            return SURVIVED if passes(reaching(name), seconds) else KILLED
+            return SURVIVED if passes(reaching(name), spent) else KILLED
 
         gc.freeze()  # else a collection in a child would copy the memory that it shares with its parent
-        names = [(t, i) for t, target in enumerate(self.targets) for i in range(len(target.found))]
+        names = [(t, i) for t, target in enumerate(self.targets) for i in target.tried]
         warm = [name for name in names if self._mutant(name).function is not None and reaching(name)]
         unreached = [name for name in names if self._mutant(name).function is not None and not reaching(name)]
-        outcomes = (
-            dict.fromkeys(names, ASK_COLD)
-            | dict.fromkeys(unreached, SURVIVED)
-            | dict(in_children(trial, warm, self.jobs))
-        )
-        for name, status in outcomes.items():
-            imported = self.tracer.lines[str(self.targets[name[0]].path)]
-            if status == SURVIVED and not imported.isdisjoint(self._mutant(name).touches):
-                outcomes[name] = ASK_COLD  # it also acts while tests are collected, and then the right code was there
-        told = {"seconds": seconds, "outcomes": list(outcomes.items()), "unreached": unreached}
+        outcomes = dict.fromkeys(names, ASK_COLD) | dict.fromkeys(unreached, SURVIVED)
+        for name in unreached:
+            self._decide(name, SURVIVED, outcomes, "no test runs it")
+        for name, status in in_children(trial, warm, self.jobs):
+            self._decide(name, status, outcomes)
+        told = {"spent": spent, "outcomes": list(outcomes.items())}
         (self.folder / "warm.json").write_text(json.dumps(told))
         return True
+
+    def _decide(self, name: Name, status: int, outcomes: dict[Name, int], note: str = "") -> None:
+        """A survivor that also acts while tests are collected is tried again: then the right code was there."""
+        imported = self.tracer.lines[str(self.targets[name[0]].path)]
+        if status == SURVIVED and not imported.isdisjoint(self._mutant(name).touches):
+            status = ASK_COLD
+        outcomes[name] = status
+        if status == SURVIVED:
+            self.announce(self.targets[name[0]].module, self._mutant(name), note)
 
     def _mutant(self, name: Name) -> Mutant:
         return self.targets[name[0]].found[name[1]]
@@ -258,13 +279,13 @@ def exchanged(mutant: Mutant, path: Path, existing: dict[tuple[str, int], list[F
 class Cold:
     """A pytest plugin that runs the collected tests, the shortest first, and ends the process with the outcome."""
 
-    def __init__(self, seconds: dict[str, float]) -> None:
-        self.seconds = seconds
+    def __init__(self, spent: dict[str, float], seconds: float) -> None:
+        self.spent, self.seconds = spent, seconds
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        items = sorted(session.items, key=lambda item: self.seconds.get(item.nodeid, 0.0))
-        changed = session.testsfailed or {item.nodeid for item in items} != set(self.seconds)
-        os._exit(KILLED if changed or not passes(items, self.seconds) else SURVIVED)
+        if session.testsfailed or {item.nodeid for item in session.items} != self.spent.keys():
+            os._exit(KILLED)
+        os._exit(SURVIVED if passes(within(session.items, self.spent, self.seconds), self.spent) else KILLED)
 
 
 class FaultyImport(importlib.abc.MetaPathFinder):
@@ -293,7 +314,6 @@ class Outcome:
     killed: list[Mutant]
     timeouts: int  # of those killed: stopped by a limit of time
     survivors: list[Mutant]
-    unreached: list[Mutant]  # survivors that no test runs over
 
 
 def run_pytest(tests: Sequence[Path], plugin: object) -> None:
@@ -315,13 +335,24 @@ class WithoutModel:
         items[:] = [item for item in items if "smollm2" not in getattr(item, "fixturenames", ())]
 
 
-def try_modules(modules: Mapping[str, Path], tests: Sequence[Path], jobs: int) -> dict[str, Outcome]:
-    """Put all mutants of modules, given with their files, before the tests that they share, one mutant at a time.
+def try_modules(
+    modules: Mapping[str, Path],
+    tests: Sequence[Path],
+    jobs: int,
+    seconds: float,
+    announce: Announce,
+    is_tried: Callable[[str, Mutant], bool] = lambda module, mutant: True,
+) -> dict[str, Outcome]:
+    """Put mutants of modules, given with their files, before the tests that they share, one mutant at a time.
 
+    The tests of a mutant are the shortest of those that reach it, so many seconds of them. What is not tried counts as killed.
     Raises `RuntimeError` where the tests fail on the right code.
     """
-    sources = {module: path.read_text() for module, path in modules.items()}
-    targets = [Target(module, path, sources[module], mutants(sources[module])) for module, path in modules.items()]
+    targets = []
+    for module, path in modules.items():
+        found = mutants(source := path.read_text())
+        tried = [i for i, mutant in enumerate(found) if is_tried(module, mutant)]
+        targets.append(Target(module, path, source, found, tried))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         os.environ["TMPDIR"] = tempfile.tempdir = temporary  # tests leave files: they go with this folder
@@ -329,7 +360,7 @@ def try_modules(modules: Mapping[str, Path], tests: Sequence[Path], jobs: int) -
         def warm(_: int) -> int:
             tracer = Tracer(modules.values())
             sys.settrace(tracer)
-            run_pytest(tests, Warm(targets, jobs, folder, tracer))
+            run_pytest(tests, Warm(targets, jobs, seconds, announce, folder, tracer))
             return SURVIVED
 
         list(in_children(warm, [0], 1))
@@ -345,7 +376,7 @@ def try_modules(modules: Mapping[str, Path], tests: Sequence[Path], jobs: int) -
             target = targets[name[0]]
             source = target.source if name[1] < 0 else target.found[name[1]].source
             sys.meta_path.insert(0, FaultyImport(target.module, target.path, source))
-            run_pytest(tests, Cold(told["seconds"]))
+            run_pytest(tests, Cold(told["spent"], seconds))
             return KILLED  # the tests did not even begin
 
         unchanged = (0, -1)  # must survive, or the others that do not would say nothing
@@ -356,19 +387,20 @@ def try_modules(modules: Mapping[str, Path], tests: Sequence[Path], jobs: int) -
                     f"The tests of {', '.join(modules)} fail where nothing is changed, the shortest run first."
                 )
             outcomes[name] = status
+            if name != unchanged and status == SURVIVED:
+                announce(targets[name[0]].module, targets[name[0]].found[name[1]], "")
         del os.environ["TMPDIR"]
         tempfile.tempdir = None
-    return {target.module: outcome_of(t, target, outcomes, told["unreached"]) for t, target in enumerate(targets)}
+    return {target.module: outcome_of(t, target, outcomes) for t, target in enumerate(targets)}
 
 
-def outcome_of(t: int, target: Target, outcomes: Mapping[Name, int], unreached: Sequence[Sequence[int]]) -> Outcome:
-    status = [outcomes[t, i] for i in range(len(target.found))]
+def outcome_of(t: int, target: Target, outcomes: Mapping[Name, int]) -> Outcome:
+    status = [outcomes.get((t, i), KILLED) for i in range(len(target.found))]
     return Outcome(
         target.found,
         [mutant for mutant, end in zip(target.found, status, strict=True) if end != SURVIVED],
         sum(end in (-signal.SIGPROF, -signal.SIGALRM) for end in status),
         [mutant for mutant, end in zip(target.found, status, strict=True) if end == SURVIVED],
-        [target.found[i] for owner, i in unreached if owner == t],
     )
 
 
@@ -440,38 +472,55 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--module", action="append", choices=list(TESTS), metavar="M", help="one of TESTS; several allowed"
     )
     parser.add_argument("--jobs", type=int, default=2, help="children at once (2)")
+    parser.add_argument("--seconds", type=float, default=20, help="of tests for each mutant, the shortest first (20)")
     parser.add_argument("--report", type=Path, help="a JSON file whose entries of these modules are replaced")
+    parser.add_argument(
+        "--again", action="store_true", help="try only what survived in the report, and what is excused"
+    )
     options = parser.parse_args(arguments)
     sys.path.insert(0, str(ROOT))
     os.chdir(ROOT)
     prepare()
+    out = os.dup(1)  # which children write to where pytest has closed theirs
     asked = options.module or list(TESTS)
     for files in dict.fromkeys(TESTS[module] for module in asked):
         together = [module for module in asked if TESTS[module] == files]
         start = time.perf_counter()
-        paths = {files_of(module)[0]: files_of(module)[1] for module in together}
-        outcomes = try_modules(paths, files_of(together[0])[2], options.jobs)
-        print(f"{', '.join(together)}: {time.perf_counter() - start:.0f} s")
-        for module in together:
-            outcome, known = outcomes[files_of(module)[0]], equivalents(module)
-            row = counts(outcome, known)
-            tell(module, outcome, known, row)
+        names = {files_of(module)[0]: module for module in together}
+        known = {module: equivalents(module) for module in together}
+
+        def announce(name: str, mutant: Mutant, note: str, names: Any = names, known: Any = known) -> None:
+            if (mutant.line, mutant.change) not in known[names[name]]:
+                told = f"{names[name]}:{mutant.number}: {mutant.line}\n    {mutant.change}{note and f'  ({note})'}\n"
+                os.write(out, told.encode())
+
+        survived = survivors_of(options.report) if options.again else None
+
+        def is_tried(
+            name: str, mutant: Mutant, names: Any = names, known: Any = known, survived: Any = survived
+        ) -> bool:
+            change = (mutant.line, mutant.change)
+            return survived is None or change in known[names[name]] or change in survived.get(names[name], {change})
+
+        paths = {name: files_of(module)[1] for name, module in names.items()}
+        outcomes = try_modules(paths, files_of(together[0])[2], options.jobs, options.seconds, announce, is_tried)
+        os.write(out, f"{', '.join(together)}: {time.perf_counter() - start:.0f} s\n".encode())
+        for name, module in names.items():
+            row = counts(outcomes[name], known[module])
+            for mutant in outcomes[name].killed:
+                if (mutant.line, mutant.change) in known[module]:
+                    print(f"{module}:{mutant.number}: listed as equivalent, but a test kills it: {mutant.change}")
+            kinds = ("mutants", "killed", "equivalent", "needs_gpu", "survived")
+            print(f"{module}: {', '.join(f'{row[kind]} {kind}' for kind in kinds)}", flush=True)
             if options.report:
-                write(options.report, module, row)
+                write(options.report, module, row | {"seconds": options.seconds})
     return 0
 
 
-def tell(module: str, outcome: Outcome, known: Mapping[tuple[str, str], Excuse], row: Mapping[str, Any]) -> None:
-    """Print a module's counts and what is to be looked at."""
-    numbers = ", ".join(f"{row[key]} {key}" for key in ("mutants", "killed", "equivalent", "needs_gpu", "survived"))
-    print(f"{module}: {numbers}", flush=True)
-    for mutant in outcome.survivors:
-        if (mutant.line, mutant.change) not in known:
-            note = "  (no test runs it)" if mutant in outcome.unreached else ""
-            print(f"  {mutant.number}: {mutant.line}\n       {mutant.change}{note}")
-    for mutant in outcome.killed:
-        if (mutant.line, mutant.change) in known:
-            print(f"  {mutant.number}: listed as equivalent, but a test kills it: {mutant.change}")
+def survivors_of(report: Path) -> dict[str, set[tuple[str, str]]]:
+    """For each module of a report, the line and the change of every survivor."""
+    rows = json.loads(report.read_text())
+    return {module: {(m["line"], m["change"]) for m in row["survivors"]} for module, row in rows.items()}
 
 
 def write(report: Path, module: str, row: Mapping[str, Any]) -> None:

@@ -544,6 +544,11 @@ def test_weights_of_less_than_2_to_the_120_are_quantized() -> None:
     assert "2^120" in refused(MinillmError, model, "int8")
 
 
+def test_a_layer_of_no_scheme_stands_for_no_weight() -> None:
+    with pytest.raises(NotImplementedError):
+        QuantizedLinear(linear(3, 64))(torch.ones(1, 64))
+
+
 def test_a_quantized_model_is_not_moved_or_cast(model: Transformer) -> None:
     with pytest.raises(MinillmError, match="stays where and as it is") as caught:
         quantize(model, "int8").to(torch.bfloat16)

@@ -139,6 +139,30 @@ def test_channels_that_are_large_in_every_token_want_scales_of_their_own() -> No
     assert relative_error(torch.ones(1, 1, 4, 4), 2, "token") == 0  # constants are kept
 
 
+def test_relative_error_is_a_share_of_the_numbers_themselves() -> None:
+    row = torch.tensor([[0.0, 1.0, 3.0]])  # to one bit: 0, 0, 3, which is wrong by 1 of sqrt(10)
+    assert relative_error(row, 1, "token") == pytest.approx(10**-0.5)
+    assert relative_error(row.T, 1, "channel") == pytest.approx(10**-0.5)
+    assert relative_error(100 * row, 1, "token") == pytest.approx(10**-0.5)
+    assert relative_error(row, 1, "channel") == 0  # one number a channel
+
+
+@pytest.mark.parametrize(("keys", "values"), [("channel", None), (None, "token"), ("token", "channel")])
+@pytest.mark.parametrize("bits", [1, 3])
+def test_attention_sees_what_was_asked_rounded_and_the_rest_as_it_is(
+    bits: int, keys: str | None, values: str | None
+) -> None:
+    class Rounding(GroupedKVCache):
+        def store(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            k, v = super().store(layer, k, v)
+            return round_along(k, bits, keys) if keys else k, round_along(v, bits, values) if values else v
+
+    model, tokens = lively_model(SHAPES["llama"], dtype=torch.float64), torch.tensor([random_prompt(20, 97)])
+    expected = logits_through(model, tokens, Rounding(model, 20), 20)
+    actual = logits_through(model, tokens, RoundedKVCache(model, 20, bits=bits, keys=keys, values=values), 20)
+    assert_same_logits(actual, expected)
+
+
 def test_keys_of_smollm2_want_a_scale_a_channel(smollm2: tuple[Transformer, object]) -> None:
     model, tokenizer = smollm2
     tokens = tokenizer.encode(prose())[:100]  # type: ignore[attr-defined]
