@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from minillm.limits import free_memory
 from minillm.model import Transformer
 
-PACKED_ROWS = (
-    64  # of the product that the blocks are made for: the same blocks as for 16 or 512, and better ones than for 1
-)
+# Rows of the product that the blocks are made for: 16 or 512 give the same blocks, and 1 gives worse ones.
+PACKED_ROWS = 64
 RESERVE = 4 * 2**30  # bytes of memory that packed copies leave free for caches, activations and other programs
 
 
@@ -58,9 +58,8 @@ class OneDNNLinear(nn.Linear):
         self._choose()
 
     def forward(self, x: Tensor) -> Tensor:
-        if (
-            self._onednn is None or torch.compiler.is_compiling()
-        ):  # which sees through neither oneDNN nor packed weights
+        # A compiler sees through neither oneDNN nor packed weights.
+        if self._onednn is None or torch.compiler.is_compiling():
             return super().forward(x)
         weight: Tensor = self.weight
         if self._packed is not None:
@@ -94,8 +93,6 @@ def _packed(weight: Tensor) -> Tensor | None:
     """The weight in oneDNN's blocks, or None where that is not known to pay, or would take too much of the free memory."""
     if not _can_pack() or weight.is_inference():  # which has no version to tell that it was changed
         return None
-    from minillm.doctor.limits import free_memory  # the doctor asks models itself
-
     free = free_memory()
     if free is None or free - weight.nbytes < RESERVE:
         return None

@@ -11,7 +11,6 @@ from minillm import cpu
 from minillm.checkpoint import random_model
 from minillm.config import known_model
 from minillm.cpu import OneDNNLinear, fastest_linear, use_fastest_linear
-from minillm.doctor import limits
 from minillm.roofline.counting import count
 from minillm.roofline.position import count_run, meta_twin
 from minillm.stages import STAGES, kv_cache
@@ -106,7 +105,7 @@ def room(other_processor: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with memory to spare, whose packed weights are known to pay."""
     if not cpu._can_pack():
         pytest.skip("packed weights are used on x86 only")
-    monkeypatch.setattr(limits, "free_memory", lambda: 2**40)
+    monkeypatch.setattr(cpu, "free_memory", lambda: 2**40)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -168,13 +167,13 @@ def test_packed_copies_leave_a_reserve_of_memory_free(
         free -= weight.nbytes
         return pack(weight, rows)
 
-    monkeypatch.setattr(limits, "free_memory", lambda: free)
+    monkeypatch.setattr(cpu, "free_memory", lambda: free)
     monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", taken)
     assert sum(packed_layers(use_fastest_linear(model))) == packed
 
 
 def test_without_a_word_from_the_system_nothing_is_packed(room: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "free_memory", lambda: None)
+    monkeypatch.setattr(cpu, "free_memory", lambda: None)
     assert not any(packed_layers(use_fastest_linear(random_model(TINY))))
 
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from minillm import doctor
+from minillm import doctor, limits
 from minillm.cli import main
-from minillm.doctor import checks, gpu_checks, limits, machine
+from minillm.doctor import checks, gpu_checks, machine
 from minillm.doctor.finding import Finding
 from minillm.doctor.machine import Machine, Processor
 from minillm.model import Transformer

@@ -1,6 +1,6 @@
 """`minillm doctor`: what this machine can run, what is missing, and the command that mends it.
 
-machine.py and limits.py gather facts; each check (checks.py, gpu_checks.py) is a function of these, and gives one line:
+machine.py gathers facts; each check (checks.py, gpu_checks.py) is a function of these, and gives one line:
 
     ok        as it should be
     note      runs, and could do more: a GPU that is not used, no notebooks, a model not fetched yet

@@ -19,9 +19,9 @@ import torch
 from minillm.config import known_model
 from minillm.cpu import processor_name
 from minillm.device import DTYPE_NAMES, pick_dtype
-from minillm.doctor.limits import allotted_cores, free_memory
 from minillm.download import MODEL_FILE, cache_folder, is_intact
 from minillm.errors import MinillmError
+from minillm.limits import allotted_cores, free_memory
 from minillm.stages import STAGES
 from minillm.weights import random_model
 
