@@ -8,10 +8,11 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from minillm.config import DEFAULT_MODEL
 from minillm.errors import MinillmError, UsageError, printable
@@ -40,7 +41,8 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # a terminal without a character shows another one
     try:
         args = _parser().parse_args(argv)
-        args.run(args)
+        with _own_warnings_as_sentences():
+            args.run(args)
         sys.stdout.flush()
     except UsageError as error:
         return _fail(2, str(error))
@@ -64,6 +66,22 @@ def main(argv: list[str] | None = None) -> int:
             1, f"Unexpected {type(error).__name__}: {summary}; set MINILLM_DEBUG=1 to see where, and please report it."
         )
     return 0
+
+
+@contextmanager
+def _own_warnings_as_sentences() -> Iterator[None]:
+    """Shows what this package warns of as it shows an error, without a line of source."""
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def tell(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+            if category.__module__.startswith("minillm"):
+                print(f"minillm: {message}", file=sys.stderr)
+            else:
+                show(message, category, *where, **more)
+
+        warnings.showwarning = tell
+        yield
 
 
 def _is_out_of_memory(error: Exception) -> bool:

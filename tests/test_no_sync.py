@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from minillm.batch import Request, Row
 from minillm.model import Attention, Transformer
 from minillm.sampling import Sampler
-from minillm.stages import Stage
+from minillm.stages import Stage, kernels
 from minillm.stages.batching import Engine
 from minillm.stages.gqa import GroupedKVCache
 from minillm.stages.kv_cache import KVCache
@@ -128,6 +128,7 @@ def run_of(stage: Stage) -> Callable[..., object]:
 
 
 RUNS = {name: run_of(stage) for name, stage in PLAIN_STAGES.items()}
+RUNS["kernels"] = run_of(Stage(kernels.generate, kernels.run))  # on a model that is not quantized
 every_run = pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 every_batched_stage = pytest.mark.parametrize(
     "stage", [name for name in PLAIN_STAGES if PLAIN_STAGES[name].generate_batch]

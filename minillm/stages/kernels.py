@@ -18,20 +18,20 @@ import os
 import types
 import warnings
 from collections.abc import Callable, Collection, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from minillm.download import cache_folder
-from minillm.errors import UsageError
+from minillm.errors import MinillmError, UsageError
 from minillm.generation import Generation, OnToken, Recorder, generate_alone
 from minillm.model import Transformer
 from minillm.sampling import SamplerLike, greedy
 from minillm.stages.kv_cache import prefill_and_decode
 from minillm.stages.quantization import quantize
-from minillm.stages.static_cache import LayerCache, StaticKVCache
+from minillm.stages.static_cache import LayerCache, StaticKVCache, bucket
 from minillm.stages.triton_kernels import triton_is_here, with_triton_kernels
 
 STRETCH = 6  # layers at most that are compiled as one
@@ -70,23 +70,29 @@ class Launched:
         """An empty cache: the last one, where that has the room."""
         if self._cache is None or self._cache.batch != batch or self._cache.capacity < capacity:
             self._graphs.clear()
-            self._cache = StaticKVCache(self.model, capacity, batch)
+            self._cache = None  # there may be no room for both
+            # All columns of the bucket may be filled, so that a request of a few more tokens captures nothing anew.
+            self._cache = StaticKVCache(self.model, bucket(capacity), batch)
             if self.captured:
                 self._tokens = torch.zeros(batch, 1, dtype=torch.int64, device=self.model.device)
-        self._cache.length = 0
+                self._pool = torch.cuda.graph_pool_handle()
+        self._cache.forget()
         return self._cache
 
     def hidden(self, tokens: Tensor, cache: StaticKVCache) -> Tensor:
         """As the model's: (B, T) -> (B, T, C). A prompt, T > 1, runs as it always does."""
         if tokens.shape[1] > 1 or not (self.compiled or self.captured):
             return self.model.hidden(tokens, cache)
+        if self.captured and cache is not self._cache:
+            raise MinillmError("What is captured runs on the cache that was asked for last: ask for one again.")
         positions = cache.positions(1)
         if not self.captured:
             return self._step(tokens, positions, cache)
         self._tokens.copy_(tokens)
         S = cache.visible.shape[-1]
         if S not in self._graphs:
-            self._graphs[S] = _capture(lambda: self._step(self._tokens, positions, cache))
+            step = partial(self._step, self._tokens, positions, cache)
+            self._graphs[S] = _capture(step, self.model.device, self._pool)
         graph, result = self._graphs[S]
         graph.replay()
         return result.clone()  # which the next replay overwrites
@@ -120,10 +126,9 @@ class Launched:
             with torch.inference_mode():
                 self._program(_begin, 1)(self.model, token, position)
         except RuntimeError as error:  # no compiler, no headers, no space, no Triton
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            warnings.warn(
-                f"Decode steps run eagerly, since nothing can be compiled: {reason}", NotCompiled, stacklevel=4
-            )
+            reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+            message = f"Decode steps run eagerly, since nothing can be compiled here ({reason}): see minillm doctor."
+            warnings.warn(message, NotCompiled, stacklevel=4)
             return False
         return True
 
@@ -159,15 +164,26 @@ def _compile(fn: Callable[..., Any], device: torch.device) -> Callable[..., Any]
     return torch.compile(own, fullgraph=True, dynamic=False, options=options)
 
 
-def _capture(step: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """A graph of one step, and the memory in which each replay leaves its result."""
-    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()  # compiles kernels and fills PyTorch's pools, which a capture must not do; what it writes is written again
-    torch.cuda.current_stream().wait_stream(side)
-    with torch.cuda.graph(graph):
-        result = step()
+@lru_cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _capture(step: Callable[[], Tensor], device: torch.device, pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """A graph of one step, and the memory in which each replay leaves its result.
+
+    Graphs that share a pool share the memory of their intermediate results: only one may be replayed at a time.
+    """
+    graph, side = torch.cuda.CUDAGraph(), _side_stream(device)
+    with torch.cuda.device(device):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            # Kernels are compiled, and cuBLAS gets its workspace of this stream, before the capture. What is written here is
+            # written again.
+            step()
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph, pool=pool, stream=side):
+            result = step()
     return graph, result
 
 
