@@ -75,6 +75,12 @@ class StaticKVCache:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.layers[layer].attend(layer, q, k, v)
 
+    def forget(self) -> None:
+        """Empty the cache, for another text. What it holds is cleared: it may be NaN, and hidden columns are read too."""
+        for layer in self.layers:
+            layer.keys[:, :, : self.length] = layer.values[:, :, : self.length] = 0
+        self.length = 0
+
 
 class LayerCache:
     """The part of one layer, which is a cache of a model with one layer: the number of the layer does not matter to it."""
