@@ -205,6 +205,7 @@ def test_without_a_compiler_a_stage_says_so_and_runs(no_compiler: None) -> None:
         kernels.generate(model, prompt, 6, compiled=True)  # said once
 
 
+@pytest.mark.filterwarnings("default::minillm.stages.kernels.NotCompiled")
 def test_a_command_says_so_in_one_line(no_compiler: None, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--model", "random:tiny", "--stage", "kernels", "--max-new-tokens", "3"]
     assert main(["generate", "a", *options]) == 0
