@@ -78,7 +78,7 @@ NOT_TRIED = {  # stages that cannot be tried so, and why
     "stages/triton_kernels": "Triton reads a kernel from its file, and its interpreter is a process of its own.",
     "stages/triton_attention": "As triton_kernels.",
     "stages/triton_linear": "As triton_kernels.",
-    "stages/kernels": "Its tests call a compiler, which takes longer than all the tests of another stage: for each mutant anew.",
+    "stages/kernels": "Its tests call a compiler, which would take longer for each mutant than all tests of another stage.",
     "stages/static_cache": "As kernels, whose tests are its tests.",
 }
 SURVIVED, KILLED, ASK_COLD = 0, 1, 3  # exit status of a child

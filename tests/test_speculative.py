@@ -685,6 +685,31 @@ def test_a_cache_that_was_rolled_back_is_the_cache_that_never_saw_more(
         wrong = [n // 2 for n in numbers[3:]]
 
 
+@pytest.mark.parametrize(
+    ("held", "new", "window", "needs_mask"),
+    [
+        ([0], [5], None, False),  # a prompt that comes whole
+        ([0, 0], [5, 5], None, False),
+        ([0], [9], 5, False),  # also where a window is shorter
+        ([4, 4], [1, 1], None, False),  # a decode step of equal lengths
+        ([4], [1], 5, False),  # that sees all, as the window counts the new token
+        ([5], [1], 5, True),
+        ([3], [2], None, True),  # a chunk, or guesses behind a token
+        ([5, 4], [1, 1], None, True),
+        ([5, 4], [1, 2], None, True),  # of equal length afterwards, and brought by different numbers
+        ([0, 0], [3, 2], None, True),
+    ],
+)
+def test_a_mask_is_made_where_one_is_needed(
+    held: list[int], new: list[int], window: int | None, needs_mask: bool
+) -> None:
+    # With a mask that hides nothing more the numbers are the same, and the fast kernels are not used.
+    cache = RollbackCache(lively_model(wide(SHAPES["llama"], sliding_window=window)), 9, batch=len(held))
+    cache.lengths = held
+    names = {op.name for op, _ in count(lambda: cache.extend(new))}
+    assert any("masked_fill" in name for name in names) is needs_mask
+
+
 def test_memory_full_of_nan_reaches_no_row(model: Transformer) -> None:
     prompts = [random_prompt(n, V, n) for n in (2, 30, 9)]
     expected = [naive.generate(model, prompt, 8).tokens for prompt in prompts]
