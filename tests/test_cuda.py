@@ -14,10 +14,16 @@ from minillm.errors import MinillmError
 from minillm.model import Transformer
 from minillm.roofline.ceilings import CeilingMeter
 from minillm.sampling import Sampler
-from minillm.stages import batching, static_batching
+from minillm.stages import STAGES as ALL_STAGES
+from minillm.stages import batching, kernels, speculative, static_batching, static_cache
 from minillm.stages.batching import Engine
+from minillm.stages.drafters import ModelDrafter, NGramDrafter
 from minillm.stages.gqa import GroupedKVCache
+from minillm.stages.kernels import Launched
 from minillm.stages.kv_cache import KVCache
+from minillm.stages.quantization import quantize
+from minillm.stages.static_cache import StaticKVCache
+from minillm.stages.triton_kernels import with_triton_kernels
 
 on_gpu = pytest.mark.gpu  # conftest.py reports it as not run where there is no GPU
 every_stage = pytest.mark.parametrize("stage", STAGES)
@@ -268,6 +274,145 @@ def test_ceilings_on_cuda_are_those_of_a_gpu(working_set: int) -> None:
     assert (5e10 if working_set > 2**28 else 1e9) < ceilings.bandwidth < 5e13
     assert 1e12 < ceilings.peak < 1e16
     assert 1e-7 < ceilings.overhead < 1e-3
+
+
+# --- On a GPU: speculation, and steps that are captured or compiled ---------------------------------------------------
+
+
+@on_gpu
+@every_shape
+def test_speculation_on_cuda_gives_the_tokens_of_the_cpu(shape: str) -> None:
+    cpu, cuda = lively_model(SHAPES[shape]), on_cuda(shape)
+    prompt = random_prompt(9, 97)
+    expected = STAGES["naive"](cpu, prompt, 24).tokens
+    for drafter in (NGramDrafter(), ModelDrafter(cuda), ModelDrafter(lively_model(SHAPES[shape], seed=1).to("cuda"))):
+        assert speculative.generate(cuda, prompt, 24, drafter=drafter).tokens == expected
+
+
+@pytest.fixture
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Buckets of 8, 16, 32 and so on, so that short texts cross their borders; no graph of theirs outlives the test."""
+    monkeypatch.setattr(static_cache, "SMALLEST_BUCKET", 8)
+    kernels._launched.cache_clear()
+    yield
+    kernels._launched.cache_clear()
+
+
+@on_gpu
+@every_shape
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+def test_a_static_cache_gives_the_fp32_tokens_of_the_cpu_across_buckets(
+    captured: bool, shape: str, small_buckets: None
+) -> None:
+    cpu, cuda = lively_model(SHAPES[shape]), on_cuda(shape)
+    for seed, length in enumerate((6, 1, 40, 9)):  # the longest comes after shorter ones, and a shorter one again
+        prompt = random_prompt(length, 97, seed)
+        tokens = kernels.generate(cuda, prompt, 24, compiled=False, captured=captured).tokens
+        assert tokens == STAGES["naive"](cpu, prompt, 24).tokens
+
+
+@on_gpu
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+def test_compiled_steps_give_the_fp32_tokens_of_the_cpu_across_buckets(captured: bool, small_buckets: None) -> None:
+    cpu, cuda = lively_model(SHAPES["llama"]), on_cuda("llama")
+    for length in (6, 9):
+        prompt = random_prompt(length, 97)
+        tokens = kernels.generate(cuda, prompt, 14, compiled=True, captured=captured).tokens
+        assert tokens == STAGES["naive"](cpu, prompt, 14).tokens
+
+
+@on_gpu
+def test_graphs_are_replayed_on_other_prompts_and_take_no_more_memory(small_buckets: None) -> None:
+    cpu, cuda = lively_model(SHAPES["llama"]), on_cuda("llama")
+    kernels.generate(cuda, random_prompt(9, 97), 24, compiled=False, captured=True)
+    launched = kernels._launched(cuda, False, True)
+    graphs, before = dict(launched._graphs), torch.cuda.memory_allocated()
+    assert sorted(graphs) == [16, 32]
+    for seed in range(1, 4):
+        prompt = random_prompt(9, 97, seed)
+        generation = kernels.generate(cuda, prompt, 24, compiled=False, captured=True)
+        assert generation.tokens == STAGES["naive"](cpu, prompt, 24).tokens
+    del generation
+    assert launched._graphs == graphs  # the same objects
+    assert torch.cuda.memory_allocated() == before
+
+
+@on_gpu
+def test_rows_in_lockstep_are_captured_too(small_buckets: None) -> None:
+    cuda = on_cuda("qwen3")
+    tokens = torch.tensor([random_prompt(20, 97, seed) for seed in range(3)], device="cuda")
+    launched = Launched(cuda, compiled=False, captured=True)
+    with torch.inference_mode():
+        cache = launched.cache(20, batch=3)
+        parts = [launched.hidden(chunk, cache) for chunk in tokens.split([5, *[1] * 15], dim=1)]
+        actual = launched.head(torch.cat(parts, dim=1)).cpu()
+    expected = logits_whole(lively_model(SHAPES["qwen3"]), tokens.cpu())
+    atol = 2 * 220 * torch.finfo(torch.float32).eps * expected.abs().max().item()  # as above
+    torch.testing.assert_close(actual, expected, rtol=0, atol=atol)
+
+
+@on_gpu
+@every_shape
+@pytest.mark.parametrize(
+    "sampler", [None, Sampler(0.8, top_k=9, top_p=0.9, min_p=0.02, seed=3)], ids=["greedy", "sampled"]
+)
+def test_a_captured_step_never_waits_for_the_gpu(shape: str, sampler: Sampler | None, small_buckets: None) -> None:
+    model, prompt = on_cuda(shape), random_prompt(9, 97)
+    options: dict[str, Any] = {"compiled": False, "captured": True} | ({} if sampler is None else {"sampler": sampler})
+    expected = kernels.generate(model, prompt, 24, **options).tokens  # also captures, which waits
+    torch.cuda.synchronize()
+    assert Unwatched(kernels.generate)(model, prompt, 24, **options).tokens == expected
+
+
+@on_gpu
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+@pytest.mark.parametrize("kernel", ["pytorch", "triton"])
+def test_captured_steps_of_quantized_models_give_the_eager_tokens(
+    scheme: str, kernel: str, small_buckets: None
+) -> None:
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("this GPU has no bfloat16 arithmetic")
+    model = lively_model(replace(SHAPES["llama3"], d_ff=64), dtype=torch.bfloat16).to("cuda")
+    model = quantize(model, scheme)
+    model = with_triton_kernels(model) if kernel == "triton" else model
+    prompt = random_prompt(9, 97)
+    eager, captured = (kernels.generate(model, prompt, 24, compiled=False, captured=c).tokens for c in (False, True))
+    assert captured == eager
+
+
+@on_gpu
+def test_the_kernels_stage_runs_as_it_is_on_cuda() -> None:
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("this GPU has no bfloat16 arithmetic")
+    stage = ALL_STAGES["kernels"]
+    model = stage.prepared(lively_model(replace(SHAPES["llama3"], d_ff=64), dtype=torch.bfloat16).to("cuda"))
+    prompt = random_prompt(9, 97)
+    tokens = stage.generate(model, prompt, 12).tokens
+    assert tokens == kernels.generate(model, prompt, 12, compiled=True, captured=False).tokens
+    assert stage.generate(model, prompt, 12).tokens == tokens
+
+
+@on_gpu
+def test_a_capture_serves_the_cache_that_was_asked_for_last() -> None:
+    model, tokens = on_cuda("llama"), torch.tensor([[3]], device="cuda")
+    launched = Launched(model, compiled=False, captured=True)
+    with torch.inference_mode():
+        first = launched.cache(20)
+        launched.hidden(tokens, first)
+        launched.cache(200)
+        for stale in (first, StaticKVCache(model, 20)):
+            with pytest.raises(MinillmError) as error:
+                launched.hidden(tokens, stale)
+            assert is_one_sentence(str(error.value))
+
+
+@on_gpu
+def test_a_model_on_another_gpu_is_captured_there(small_buckets: None) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("this machine has one GPU")
+    model, prompt = lively_model(SHAPES["llama"]).to("cuda:1"), random_prompt(9, 97)
+    tokens = kernels.generate(model, prompt, 24, compiled=False, captured=True).tokens
+    assert tokens == STAGES["naive"](lively_model(SHAPES["llama"]), prompt, 24).tokens
 
 
 # --- Anywhere: which dtype a device gets -----------------------------------------------------------------------------
