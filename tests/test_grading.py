@@ -16,7 +16,7 @@ import torch
 
 from minillm import cli
 from minillm.config import KNOWN_MODELS
-from minillm.grading import check, manifest, wire
+from minillm.grading import check, manifest, stubs, wire
 from minillm.grading.catalog import find_exercises, load_chapter, select
 from minillm.grading.engine import Scorecard
 from minillm.grading.mutants import Mutant
@@ -400,6 +400,49 @@ def test_notebook_has_a_check_after_each_definition_and_the_verdict_of_a_right_a
 def test_mark_without_a_partner_is_an_error(mark: str) -> None:
     with pytest.raises(ValueError, match="partner"):
         make_stub(SOLUTION.replace(mark, ""))
+
+
+@pytest.fixture
+def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A clone with one chapter, of which nothing is generated yet."""
+    (tmp_path / "ch00").mkdir()
+    for name in ("conftest.py", "ch00/solution.py", "ch00/test_exercise.py", "ch00/mutants.py"):
+        shutil.copy(EXERCISES / name, tmp_path / name)
+    monkeypatch.setattr(stubs, "EXERCISES", tmp_path)
+    monkeypatch.setattr(stubs, "MANIFEST", tmp_path / "manifest.py")
+    return tmp_path
+
+
+def test_files_are_generated_and_what_a_learner_wrote_is_kept_unless_forced(
+    clone: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exercise, stub = clone / "ch00" / "exercise.py", make_stub((EXERCISES / "ch00" / "solution.py").read_text("utf-8"))
+    assert stubs.main([]) == 0
+    assert exercise.read_text("utf-8") == stub
+    assert (clone / "manifest.py").read_text("utf-8") == stubs.manifest_text(clone)
+    assert '"ttft": 1' in (clone / "manifest.py").read_text("utf-8")
+    exercise.write_text("mine = True\n")
+    assert stubs.main([]) == 1
+    assert exercise.read_text("utf-8") == "mine = True\n"
+    assert capsys.readouterr().err == f"Kept: {exercise} (--force overwrites it)\n"
+    assert stubs.main(["--force"]) == 0
+    assert exercise.read_text("utf-8") == stub
+
+
+def test_where_there_are_no_solutions_nothing_is_generated(clone: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (clone / "ch00" / "solution.py").unlink()
+    assert stubs.main(["--force"]) == 1
+    assert capsys.readouterr().err == f"No solutions in {clone}: run this in a clone of the course.\n"
+    assert not (clone / "manifest.py").exists()
+
+
+def test_a_chapter_that_is_not_whole_is_named_before_anything_is_written(
+    clone: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (clone / "ch00" / "mutants.py").unlink()
+    assert stubs.main(["--force"]) == 1
+    assert capsys.readouterr().err.startswith(f"{clone / 'ch00' / 'mutants.py'} is missing: ")
+    assert not (clone / "ch00" / "exercise.py").exists()
 
 
 def test_generated_notebooks_are_valid() -> None:

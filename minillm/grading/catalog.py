@@ -8,13 +8,11 @@ its parameters are what it needs from the learner's file; it returns nothing, or
         ask(ttft, 2.0, [2.5, 2.6]).number(0.5)
 """
 
-import ast
 import hashlib
 import inspect
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import minillm
@@ -117,19 +115,3 @@ def select(pattern: str | None) -> dict[str, list[str]]:
     if name and name not in known[chapter]:
         raise UsageError(f"Unknown exercise {pattern!r}: {chapter} has {', '.join(known[chapter])}.")
     return {chapter: [name] if name else known[chapter]}
-
-
-def is_untouched(text: str, solution: Path, names: Iterable[str]) -> bool:
-    """Whether the definitions of `names` in the learner's text are still the stub's. It is not parsed, only searched."""
-    from minillm.grading.stubs import make_stub
-
-    stub = definitions(make_stub(solution.read_text("utf-8")))
-    text = text.replace("\r\n", "\n")
-    return all(stub[name] in text for name in names)
-
-
-@cache
-def definitions(source: str) -> dict[str, str]:
-    """The functions and classes at the top of a source text, by name."""
-    nodes = [node for node in ast.parse(source).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
-    return {node.name: ast.get_source_segment(source, node) or "" for node in nodes}

@@ -7,11 +7,12 @@ from typing import Literal
 
 import minillm
 from minillm.grading import manifest
-from minillm.grading.catalog import Exercise, check_chapter, is_untouched, load_chapter
+from minillm.grading.catalog import Exercise, check_chapter, load_chapter
 from minillm.grading.channel import TIME_LIMIT, Channel, Remote
 from minillm.grading.errors import NotGraded, NotWritten, Wrong, sentence
 from minillm.grading.fence import ANSWERS
 from minillm.grading.process import ProcessChannel, Workers
+from minillm.grading.stubs import is_untouched
 
 Status = Literal["passed", "failed", "not attempted", "not graded"]
 MAX_SOURCE = 1 << 20  # bytes of a learner's file

@@ -14,16 +14,21 @@ import ast
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from minillm.files import write_file
-from minillm.grading import catalog
+from minillm.grading import catalog, manifest
 
 _REGION = re.compile(r"^( *)# BEGIN SOLUTION: (.+)\n(?:.*\n)*?\1# END SOLUTION\n", re.MULTILINE)
 _CELL = re.compile(r"^# %%(?P<title>.*)\n(?P<body>(?:(?!# %%).*\n?)*)", re.MULTILINE)
 LINE = 120
+SOURCES = ("mutants.py", "solution.py", "test_exercise.py")  # of a chapter: all else is made from them
+# Of the clone that this package lies in: what is generated must fit its graders, wherever the command is given.
+MANIFEST = Path(manifest.__file__)
+EXERCISES = MANIFEST.parents[2] / "exercises"
 
 
 def make_stub(solution: str) -> str:
@@ -41,6 +46,20 @@ def _raise(indent: str, sentence: str) -> str:
     if len(line) <= LINE + 1:
         return line
     return f"{indent}raise NotImplementedError(\n{indent}    {text}\n{indent})\n"
+
+
+def is_untouched(text: str, solution: Path, names: Iterable[str]) -> bool:
+    """Whether the definitions of `names` in the learner's text are still the stub's. It is not parsed, only searched."""
+    stub = _definitions(make_stub(solution.read_text("utf-8")))
+    text = text.replace("\r\n", "\n")
+    return all(stub[name] in text for name in names)
+
+
+@cache
+def _definitions(source: str) -> dict[str, str]:
+    """The functions and classes at the top of a source text, by name."""
+    nodes = [node for node in ast.parse(source).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    return {node.name: ast.get_source_segment(source, node) or "" for node in nodes}
 
 
 def make_notebook(solution: str, chapter: str, exercises: Mapping[str, tuple[tuple[str, ...], int]], stub: bool) -> str:
@@ -127,7 +146,7 @@ def manifest_text(folder: Path) -> str:
     }
     files = [folder / "conftest.py"]
     for chapter in chapters(folder):
-        files += [chapter / name for name in ("mutants.py", "solution.py", "test_exercise.py")]
+        files += [chapter / name for name in SOURCES]
     digests = {path.relative_to(folder).as_posix(): catalog.digest(path) for path in files}
     lines = ['"""Written by `python -m minillm.grading`: the exercises, and SHA-256 of the files that grade them."""\n']
     lines.append("EXERCISES: dict[str, dict[str, int]] = {")
@@ -144,14 +163,20 @@ def main(argv: list[str] | None = None) -> int:
     """Write all generated files. One that differs, because someone filled it in, is kept unless --force is given."""
     parser = argparse.ArgumentParser(prog="python -m minillm.grading", description=main.__doc__)
     parser.add_argument("--force", action="store_true", help="overwrite what was filled in")
-    parser.add_argument("--exercises", metavar="DIR", default="exercises", help="the folder (default: exercises)")
     args = parser.parse_args(argv)
-    folder, status = Path(args.exercises).resolve(), 0
-    for path, text in generated(folder):
+    if not chapters(EXERCISES):
+        print(f"No solutions in {EXERCISES}: run this in a clone of the course.", file=sys.stderr)
+        return 1
+    for path in (chapter / name for chapter in chapters(EXERCISES) for name in SOURCES):
+        if not path.is_file():
+            print(f"{path} is missing: a chapter of exercises is made from {', '.join(SOURCES)}.", file=sys.stderr)
+            return 1
+    status = 0
+    for path, text in generated(EXERCISES):
         if path.is_file() and path.read_text("utf-8") != text and not args.force:
             print(f"Kept: {path} (--force overwrites it)", file=sys.stderr)
             status = 1
         else:
             write_file(path, text.encode())  # in place of a link, not through it: it may lead to the solutions
-    (Path(__file__).parent / "manifest.py").write_text(manifest_text(folder), "utf-8")
+    MANIFEST.write_text(manifest_text(EXERCISES), "utf-8")
     return status
