@@ -1,4 +1,4 @@
-"""Who guesses the next tokens: a search through the text so far, or a cheaper model.
+"""Chapter 6, the drafters. Who guesses the next tokens: a search through the text so far, or a cheaper model.
 
 A drafter is any object with
 

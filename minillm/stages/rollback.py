@@ -1,4 +1,4 @@
-"""A cache that can take tokens back: what a drafter and its target keep while they guess.
+"""Chapter 6, the cache: it can take tokens back, as a drafter and its target must while they guess.
 
 Speculation writes keys and values of tokens that may be refused a moment later. Nothing needs to be erased: a sequence is
 shortened by forgetting how long it was, and the next tokens overwrite what stands behind its end. With several sequences each

@@ -1,4 +1,4 @@
-"""What speculation did, and what it should gain: the formulas beside `speculative.py` (Leviathan et al., arXiv 2211.17192).
+"""Chapter 6, the formulas: what speculation did, and what it should gain (Leviathan et al., arXiv 2211.17192).
 
 Of k guesses, each right with chance alpha if those before it were, a round gives
 
