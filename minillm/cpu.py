@@ -29,8 +29,9 @@ RESERVE = 4 * 2**30  # bytes of memory that packed copies leave free for caches,
 class OneDNNLinear(nn.Linear):
     """x W^T + b by oneDNN while the weights are float32 or bf16 on the CPU, and the plain layer after a move to elsewhere.
 
-    Shares the parameters of the layer that it stands for. Where it can, it keeps a packed copy of its weight as well, which
-    serves as long as the weight is what it was packed from: a weight that is exchanged or changed in place is read itself.
+    Shares the parameters of the layer that it stands for. Where it can, it makes a packed copy of its weight at its first
+    product, which serves as long as the weight is what it was packed from: a weight that is exchanged or changed in place is
+    read itself. A model that is loaded only to be quantized is never packed.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -41,8 +42,7 @@ class OneDNNLinear(nn.Linear):
     def _choose(self) -> None:
         # The overload is looked up here, once, and not at each of a step's hundred calls.
         self._onednn = torch.ops.mkldnn._linear_pointwise.default if _onednn_takes(self.weight) else None
-        packed = _packed(self.weight) if self._onednn else None
-        self._packed = None if packed is None else (packed, self.weight, self.weight._version)
+        self._packed: tuple[Tensor | None, Tensor, int] | None = None  # the copy, of which weight, at which version
 
     def _apply(self, fn: Any, recurse: bool = True) -> "OneDNNLinear":
         super()._apply(fn, recurse)
@@ -62,10 +62,11 @@ class OneDNNLinear(nn.Linear):
         if self._onednn is None or torch.compiler.is_compiling():
             return super().forward(x)
         weight: Tensor = self.weight
-        if self._packed is not None:
-            packed, source, version = self._packed
-            if weight is source and weight._version == version:
-                weight = packed
+        if self._packed is None:
+            self._packed = _packed(weight)
+        packed, source, version = self._packed
+        if packed is not None and weight is source and weight._version == version:
+            weight = packed
         return self._onednn(x, weight, self.bias, "none", [], "")
 
 
@@ -89,14 +90,14 @@ def _has_onednn(dtype: torch.dtype) -> bool:
     return dtype is torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def _packed(weight: Tensor) -> Tensor | None:
+def _packed(weight: Tensor) -> tuple[Tensor | None, Tensor, int]:
     """The weight in oneDNN's blocks, or None where that is not known to pay, or would take too much of the free memory."""
     if not _can_pack() or weight.is_inference():  # which has no version to tell that it was changed
-        return None
+        return None, weight, 0
     free = free_memory()
     if free is None or free - weight.nbytes < RESERVE:
-        return None
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKED_ROWS)
+        return None, weight, 0
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKED_ROWS), weight, weight._version
 
 
 @cache

@@ -97,7 +97,12 @@ def test_onednn_in_bf16_gives_the_product_of_the_plain_layer(other_processor: No
 
 
 def packed_layers(model: nn.Module) -> list[bool]:
-    return [layer._packed is not None for layer in model.modules() if isinstance(layer, OneDNNLinear)]
+    """Of each layer, whether it keeps a packed copy once it has been used."""
+    layers = [layer for layer in model.modules() if isinstance(layer, OneDNNLinear)]
+    with torch.inference_mode():
+        for layer in layers:
+            layer(torch.ones(1, layer.in_features, dtype=layer.weight.dtype))
+    return [layer._packed is not None and layer._packed[0] is not None for layer in layers]
 
 
 @pytest.fixture
@@ -170,6 +175,12 @@ def test_packed_copies_leave_a_reserve_of_memory_free(
     monkeypatch.setattr(cpu, "free_memory", lambda: free)
     monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", taken)
     assert sum(packed_layers(use_fastest_linear(model))) == packed
+
+
+def test_nothing_is_packed_before_it_is_used(room: None) -> None:
+    model = use_fastest_linear(random_model(TINY))
+    layers = [layer for layer in model.modules() if isinstance(layer, OneDNNLinear)]
+    assert layers and all(layer._packed is None for layer in layers)
 
 
 def test_without_a_word_from_the_system_nothing_is_packed(room: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,7 @@ def test_every_stage_gives_the_tokens_and_the_text_of_the_naive_one(
     model, tokenizer = tiny
     expected = naive.generate(model, tokenizer.chat(tour_module.PROMPT), NEW_TOKENS).tokens
     for stage in written.json["stages"]:
-        if not stage["stage"].startswith("quantization"):
+        if not stage["stage"].startswith(("quantization", "kernels")):  # which quantize
             assert stage["tokens"] == expected
         assert stage["text"] == tokenizer.decode(stage["tokens"])
 

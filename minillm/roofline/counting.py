@@ -149,12 +149,12 @@ def _elements(x: Tensor) -> tuple[object, ...]:
     return _storage(x), x.dtype, x.storage_offset(), x.numel() == 0, *strides
 
 
-def _onednn_linear() -> list[Any]:
-    """oneDNN's linear layer (cpu.py), where this PyTorch has it."""
-    return [torch.ops.mkldnn._linear_pointwise.default] if hasattr(torch.ops.mkldnn, "_linear_pointwise") else []
+def _onednn(name: str) -> list[Any]:
+    """An operator of oneDNN (cpu.py), where this PyTorch has it."""
+    return [getattr(torch.ops.mkldnn, name).default] if hasattr(torch.ops.mkldnn, name) else []
 
 
-@formula(aten.linear.default, *_onednn_linear())
+@formula(aten.linear.default, *_onednn("_linear_pointwise"))
 def _linear(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any) -> Formula:
     return Formula(2 * out.numel() * weight.shape[1], whole(x, weight, bias), touched(out))
 
@@ -232,8 +232,12 @@ def _index_put(
     return Formula(0, whole(*indices, values) + ([(target, size)] if accumulate else []), size)
 
 
-@formula(aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default)
+@formula(
+    aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default,
+    *_onednn("_reorder_linear_weight"),
+)  # fmt: skip
 def _allocate(out: Tensor, *_: Any, **__: Any) -> Formula:
+    """Nothing: memory that others fill, and the packed copy of a weight, which is made once and in no run but the first."""
     return Formula(0, [], 0)
 
 
