@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from common import MODEL, Parser, exit_status, figures, make_prompts, positive, positives, spread, warn_if_busy
+from common import MODEL, Parser, exit_status, make_prompts, positive, positives, spread, warn_if_busy
 from machine import Neighbours, describe
 from rich.console import Console
 
@@ -38,6 +38,7 @@ from minillm.roofline.counting import Cost, count
 from minillm.roofline.plot import si
 from minillm.roofline.position import bound, meta_twin, phase_costs, phase_seconds, predict
 from minillm.sampling import greedy
+from minillm.side_by_side import figures
 from minillm.stages import batching, known_stage
 from minillm.stages.gqa import GroupedKVCache, with_kv_heads
 from minillm.stages.kv_cache import KVCache, prefill_and_decode

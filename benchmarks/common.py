@@ -42,11 +42,6 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "rounds": list(values)}
 
 
-def figures(values: dict[str, Any], scale: float = 1.0) -> str:
-    """A spread, as a table shows it."""
-    return f"{values['median'] * scale:.3g} ({values['min'] * scale:.3g} to {values['max'] * scale:.3g})"
-
-
 def warn_if_busy(console: Console, cores: float | None) -> None:
     """Say so where other processes took enough of the machine to disturb the figures."""
     if cores is not None and cores > BUSY:

@@ -2,33 +2,33 @@
 
     python benchmarks/decode.py --json benchmarks/results/decode-MACHINE.json
 
-    precisions    fp32, bf16 and quantized weights, and llama.cpp: decode, prefill, and a step beside its prediction
+    precisions    fp32, bf16 and quantized weights: decode, prefill, and a step beside its prediction
     speculation   bf16 with its quantized twins as drafters, on chat prompts; n-grams in fp32 and bf16, on a text that repeats
                   its prompt and on one that does not
     batches       a decode step of B sequences: from which B on quantized weights lose
 
-Engines take turns within a round, and ratios are taken within a round, by the loop of peers.py. Its clock is outside: what a
-drafter does with the prompt, once an answer, is in the decode time of speculation.
+Here minillm is compared with itself; other engines are for peers.py. By its loop and clock, what is compared takes turns within
+a round, and ratios are taken within a round.
 """
 
 import argparse
-import re
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from batching import Rounds, step_figures
-from common import MODEL, TEXT, Parser, exit_status, figures, positive, positives, spread, warn_if_busy
-from engines import Engine, LlamaCpp, Minillm, is_installed
+from bench import Bench
+from common import MODEL, Parser, exit_status, positive, positives, spread, warn_if_busy
+from engines import Plain
 from machine import describe
-from peers import Request, Sample, check_answers, make_request, measure, times_as_fast
+from peers import Request, make_request
 from rich.console import Console
+from speculation import NGRAM_TARGET, QUESTIONS, chat, guesses, measure_ngrams, measure_twins, repeating
 
 import minillm
-from minillm.device import DTYPE_NAMES, pick_device
+from minillm.device import pick_device
 from minillm.errors import MinillmError, UsageError
 from minillm.files import check_writable, write_json
 from minillm.model import Transformer
@@ -36,11 +36,10 @@ from minillm.report import duration, figure, make_console, make_table
 from minillm.roofline.ceilings import CeilingMeter, seconds
 from minillm.roofline.counting import count
 from minillm.roofline.position import meta_twin, phase_costs
-from minillm.stages import gqa, known_stage, speculative
-from minillm.stages.drafters import Drafter, ModelDrafter, NGramDrafter
+from minillm.side_by_side import figures
+from minillm.stages import known_stage
 from minillm.stages.quantization import quantize, weight_bytes
-from minillm.stages.speculative_gain import Speculation, best_lookahead, pass_over, predicted_speedup
-from minillm.tokenizer import Tokenizer
+from minillm.stages.speculative_gain import pass_over
 from minillm.tour import CLOSE
 
 QUANTIZED: dict[str, dict[str, Any]] = {
@@ -61,56 +60,14 @@ CROSSING = ("bf16", "int8", "int4 g32")  # what is run at several batch sizes, t
 TARGETS = {
     ("decode", "int8", "fp32"): 1.7,
     ("decode", "int4 g32", "fp32"): 2.2,
-    ("decode", "int4 g32", LlamaCpp.name): 0.8,
-    ("prefill", "bf16", LlamaCpp.name): 1.0,
 }
-TWIN_TARGET, NGRAM_TARGET = 1.3, 2.0  # the best twin and lookahead; n-grams on a text that repeats its prompt
 DECODE_PROMPT = 40  # tokens
-LOOKAHEADS, NGRAM_LOOKAHEADS = (2, 3, 4), (4, 8)  # of twins, besides the one that F6 picks
-WARM_UP_LOOKAHEAD, LONGEST_LOOKAHEAD = 4, 8  # that alpha is measured at; that F6 may pick
-PASSES = 5  # of each length, to measure what verification costs
+
+
 CONTEXT = 64  # tokens before the step of a batch
-QUESTIONS = (
-    "Why is the sky blue?",
-    "Write a short story about a lighthouse.",
-    "What should I pack for a week in the mountains?",
-    "Explain to a child how a bicycle stays upright.",
-)
 
 
-# --- engines ----------------------------------------------------------------------------------------------------------
-
-
-def guesses(k: int) -> str:
-    return f"{k} guess{'es' if k > 1 else ''}"
-
-
-class Plain(Minillm):
-    """The gqa stage. Several prompts are answered one after another, each alone."""
-
-    def __init__(self, model: Transformer, precision: str) -> None:
-        super().__init__(model)
-        self.precision = precision
-
-    def generate(self, prompts: list[list[int]], n: int) -> list[list[int]]:
-        return [gqa.generate(self.model, prompt, n).tokens for prompt in prompts]
-
-
-class Speculative:
-    """A model with a drafter, one prompt after another. `speculation` tells what came of the latest call, all prompts added."""
-
-    def __init__(self, model: Transformer, name: str, drafter: Drafter, lookahead: int) -> None:
-        self.model, self.name, self.drafter, self.lookahead = model, name, drafter, lookahead
-        self.precision = DTYPE_NAMES[model.dtype]
-        self.speculation = Speculation()
-
-    def generate(self, prompts: list[list[int]], n: int) -> list[list[int]]:
-        answers = [
-            speculative.generate(self.model, prompt, n, drafter=self.drafter, lookahead=self.lookahead)
-            for prompt in prompts
-        ]
-        self.speculation = sum((answer.speculation for answer in answers), Speculation())
-        return [answer.tokens for answer in answers]
+# --- models -----------------------------------------------------------------------------------------------------------
 
 
 def make_quantized(console: Console, model: Transformer, names: Iterable[str]) -> dict[str, Transformer]:
@@ -135,207 +92,35 @@ def make_meter(model: Transformer) -> CeilingMeter:
     return CeilingMeter(model.device, model.dtype, weight_bytes(model))
 
 
-# --- what is collected ------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Bench:
-    """How long to measure, and what all parts found."""
-
-    console: Console
-    rounds: int
-    patience: float
-    ratios: list[dict[str, Any]] = field(default_factory=list)
-    agreement: list[dict[str, Any]] = field(default_factory=list)
-    others_busy_cores: float | None = None
-    disturbed_rounds: int = 0
-
-    def turns(
-        self, what: str, engines: Sequence[Engine], request: Request, meters: Iterable[CeilingMeter] = ()
-    ) -> list[list[Sample]]:
-        """For each engine its samples, one a round; ceilings are sampled between rounds."""
-
-        def between(text: str) -> None:
-            for meter in meters:
-                meter.sample()
-            self.console.print(f"{what}: {text}", style="dim")
-
-        measured = measure(engines, request, self.rounds, self.patience, between)
-        self.note_others(measured.others_busy_cores)
-        self.disturbed_rounds += measured.disturbed_rounds
-        return measured.samples
-
-    def note_others(self, cores: float | None) -> None:
-        if cores is not None:
-            self.others_busy_cores = max(cores, self.others_busy_cores or 0.0)
-
-    def compare(
-        self, phase: str, ours: tuple[str, Sequence[Sample]], theirs: tuple[str, Sequence[Sample]], target: float | None
-    ) -> dict[str, Any]:
-        """Note how many times as fast the first is, and what it should be."""
-        (what, our_samples), (beside, their_samples) = ours, theirs
-        times = spread(times_as_fast(our_samples, their_samples)[phase])
-        self.ratios.append({"phase": phase, "what": what, "beside": beside, "times_as_fast": times, "target": target})
-        return times
-
-
 # --- precisions -------------------------------------------------------------------------------------------------------
 
 
-def measure_precisions(
-    bench: Bench, models: dict[str, Transformer], request: Request, llama_cpp: LlamaCpp | None
-) -> list[dict[str, Any]]:
-    """Every precision alone, with its decode step beside the prediction. llama.cpp comes last where there is one."""
-    engines: list[Engine] = [Plain(model, name) for name, model in models.items()]
+def measure_precisions(bench: Bench, models: dict[str, Transformer], request: Request) -> list[dict[str, Any]]:
+    """Every precision alone, with its decode step beside the prediction."""
     meters = {name: make_meter(model) for name, model in models.items()}
-    names = list(models)
-    if llama_cpp is not None:
-        engines.append(llama_cpp)
-        names.append(llama_cpp.name)
-    taken = dict(zip(names, bench.turns("precisions", engines, request, meters.values()), strict=True))
+    engines = [Plain(model, name) for name, model in models.items()]
+    taken = dict(zip(models, bench.turns("precisions", engines, request, meters.values()), strict=True))
     rows, steps = [], request.new_tokens - 1
     for name, samples in taken.items():
-        row = {
-            "engine": name if name == LlamaCpp.name else Minillm.name,
-            "precision": LlamaCpp.precision if name == LlamaCpp.name else name,
-            "decode_tokens_per_s": spread([s.decode_tokens_per_s for s in samples]),
-            "prefill_s": spread([s.prefill_s for s in samples]),
-        }
-        if name in models:
-            twin, T = shape_of(name, models[name]), len(request.decode_prompts[0])
-            cost = phase_costs(known_stage("gqa"), twin, T, request.new_tokens)["decode"]
-            times = [1 / s.decode_tokens_per_s for s in samples]
-            row["weight_bytes"] = weight_bytes(models[name])
-            row["step"] = step_figures(cost, steps, meters[name].ceilings(), times)
-        rows.append(row)
+        twin, T = shape_of(name, models[name]), len(request.decode_prompts[0])
+        cost = phase_costs(known_stage("gqa"), twin, T, request.new_tokens)["decode"]
+        times = [1 / s.decode_tokens_per_s for s in samples]
+        rows.append(
+            {
+                "precision": name,
+                "decode_tokens_per_s": spread([s.decode_tokens_per_s for s in samples]),
+                "prefill_s": spread([s.prefill_s for s in samples]),
+                "weight_bytes": weight_bytes(models[name]),
+                "step": step_figures(cost, steps, meters[name].ceilings(), times),
+            }
+        )
     for what in models:
-        for beside in ("fp32", "bf16", LlamaCpp.name):
+        for beside in ("fp32", "bf16"):
             if beside in taken and beside != what and (what, beside) != ("fp32", "bf16"):
                 for phase in ("decode", "prefill"):
                     target = TARGETS.get((phase, what, beside))
                     bench.compare(phase, (what, taken[what]), (beside, taken[beside]), target)
     return rows
-
-
-# --- speculation ------------------------------------------------------------------------------------------------------
-
-
-def chat(tokenizer: Tokenizer, text: str) -> list[int]:
-    """A message as the checkpoint was taught to read it; a base model, which knows no messages, goes on from the text."""
-    return tokenizer.encode(text) if tokenizer.template is None else tokenizer.chat(text)
-
-
-def answering(prompts: list[list[int]], n: int) -> Request:
-    """n tokens after each prompt. Nobody asks here how long a prefill takes, so the prompt of that phase is one token."""
-    return Request(prompts, [prompts[0][:1]], n)
-
-
-class PassCosts(NamedTuple):
-    """In decode steps of the target: a pass of it over 1, 2, ... tokens, and a draft step of each twin."""
-
-    verification: list[float]
-    draft: dict[str, float]
-
-    def v(self, n_tokens: int) -> float:
-        return self.verification[n_tokens - 1]
-
-
-def measure_passes(model: Transformer, twins: dict[str, Transformer], context: int) -> PassCosts:
-    """Passes take turns; each is set beside the plain step of its turn, and the median over the turns counts."""
-    lengths = range(1, LONGEST_LOOKAHEAD + 2)
-    passes = [pass_over(model, n, context) for n in lengths] + [pass_over(t, 1, context) for t in twins.values()]
-    turns = [[seconds(run, model.device) for run in passes] for _ in range(PASSES + 1)]
-    steps = [statistics.median(turn[i] / turn[0] for turn in turns[1:]) for i in range(len(passes))]  # [0]: a warm-up
-    return PassCosts(steps[: len(lengths)], dict(zip(twins, steps[len(lengths) :], strict=True)))
-
-
-def measure_twins(
-    bench: Bench, model: Transformer, twins: dict[str, Transformer], tokenizer: Tokenizer, n: int
-) -> dict[str, Any]:
-    """The model alone, and with each twin at fixed lookaheads and at the one that F6 picks from a warm-up."""
-    precision = DTYPE_NAMES[model.dtype]
-    plain, request = Plain(model, precision), answering([chat(tokenizer, text) for text in QUESTIONS], n)
-
-    def with_twin(name: str, lookahead: int) -> Speculative:
-        return Speculative(model, f"{name} twin, {guesses(lookahead)}", ModelDrafter(twins[name]), lookahead)
-
-    trials = {name: with_twin(name, WARM_UP_LOOKAHEAD) for name in twins}
-    bench.agreement += check_answers([plain, *trials.values()], request)
-    alpha = {name: trial.speculation.alpha or 0.0 for name, trial in trials.items()}
-    context = round(statistics.mean(map(len, request.decode_prompts))) + n // 2
-    costs = measure_passes(model, twins, context)
-    best = {name: best_lookahead(alpha[name], costs.draft[name], LONGEST_LOOKAHEAD, costs.v) for name in twins}
-    plan = [(name, k) for name in twins for k in sorted({*LOOKAHEADS, best[name]} - {0})]  # 0: plain decoding
-    engines = [with_twin(name, k) for name, k in plan]
-    plainly, *samples = bench.turns("twins", [plain, *engines], request)
-    rows = []
-    for (name, _), engine, taken in zip(plan, engines, samples, strict=True):
-        predicted = predicted_speedup(alpha[name], engine.lookahead, costs.draft[name], costs.v)
-        row = _speculation_row(bench, "chat", engine, name, taken, plainly, None)
-        row |= {"chosen_by_f6": engine.lookahead == best[name], "predicted_times_as_fast": predicted}
-        row["ratio"] = row["times_as_fast"]["median"] / predicted  # measured over predicted
-        rows.append(row)
-    if rows:  # the target is that of the best
-        i = max(range(len(rows)), key=lambda i: rows[i]["times_as_fast"]["median"])
-        bench.ratios[i - len(rows)]["target"] = TWIN_TARGET
-    found = [
-        {"twin": name, "alpha": alpha[name], "c": costs.draft[name], "best_lookahead": best[name]} for name in twins
-    ]
-    return {"context": context, "verification_steps": costs.verification, "twins": found, "rows": rows}
-
-
-def measure_ngrams(
-    bench: Bench, text: str, models: Sequence[Transformer], prompt: list[int], n: int, target: float | None
-) -> list[dict[str, Any]]:
-    """n-gram drafting beside plain decoding, in each dtype, n tokens after one prompt."""
-    request = answering([prompt], n)
-    engines: list[tuple[Plain, list[Speculative]]] = []
-    for model in models:
-        drafting = [
-            Speculative(model, f"n-grams, {guesses(k)}, on a text that {text}", NGramDrafter(), k)
-            for k in NGRAM_LOOKAHEADS
-        ]
-        engines.append((Plain(model, DTYPE_NAMES[model.dtype]), drafting))
-    everyone: list[Engine] = [engine for plain, drafting in engines for engine in (plain, *drafting)]
-    bench.agreement += check_answers(everyone, request)  # in fp32 they must be equal
-    taken = iter(bench.turns(f"n-grams, {text}", everyone, request))
-    rows = []
-    for _, drafting in engines:
-        plainly = next(taken)
-        rows += [_speculation_row(bench, text, e, "n-grams", next(taken), plainly, target) for e in drafting]
-    return rows
-
-
-def _speculation_row(
-    bench: Bench, text: str, engine: Speculative, drafter: str, taken: Sequence[Sample], plainly: Sequence[Sample],
-    target: float | None,
-) -> dict[str, Any]:  # fmt: skip
-    precision, s = engine.precision, engine.speculation
-    times = bench.compare("decode", (f"{precision} with {engine.name}", taken), (precision, plainly), target)
-    return {
-        "text": text,
-        "precision": precision,
-        "drafter": drafter,
-        "lookahead": engine.lookahead,
-        "alpha": s.alpha,
-        "tokens_per_round": s.tokens_per_round,
-        "rounds": s.rounds,
-        "drafted": s.drafted,
-        "accepted": s.accepted,
-        "plain_tokens_per_s": spread([sample.decode_tokens_per_s for sample in plainly]),
-        "tokens_per_s": spread([sample.decode_tokens_per_s for sample in taken]),
-        "times_as_fast": times,
-    }
-
-
-def repeating(models: Sequence[Transformer], tokenizer: Tokenizer, sentences: int) -> tuple[list[int], int]:
-    """A prompt that asks for its own text again, and how many tokens every model takes for it until it stops by itself."""
-    paragraph = "".join(re.findall(r"[^.?]+[.?] ", TEXT)[:sentences]).strip()
-    prompt = chat(tokenizer, f"Repeat this text exactly:\n\n{paragraph}")
-    room = models[0].config.max_positions - len(prompt) + 1
-    most = min(len(tokenizer.encode(paragraph)) + 16, max(room, 1))  # a model that does not stop is stopped
-    answers = [gqa.generate(model, prompt, most, stop_tokens=tokenizer.stop_tokens) for model in models]
-    return prompt, max(2, min(map(len, answers)))
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------
@@ -412,7 +197,7 @@ def missed(result: dict[str, Any]) -> list[str]:
                 f"Slower: a step in {row['precision']} is slower than in {CROSSING[0]} from a batch of {row['measured']} on; "
                 f"the prediction says so {predicted}."
             )
-    steps = [(f"a decode step in {r['precision']}", r["step"]) for r in result["precisions"] if "step" in r]
+    steps = [(f"a decode step in {r['precision']}", r["step"]) for r in result["precisions"]]
     steps += [(f"a step of batch {r['batch']} in {r['precision']}", r) for r in result["batches"]]
     lines += [
         f"Not within 15 % of the prediction: {what} takes {row['ratio']:.2f} times as long as predicted."
@@ -438,12 +223,11 @@ def show(console: Console, result: dict[str, Any]) -> None:
     columns = ("precision", "tokens/s", "a step", "predicted", "ratio", "limit", f"prefill of {prompt}, ms")
     table = make_table("One user", *columns)
     for row in result["precisions"]:
-        name = row["precision"] if row["engine"] == Minillm.name else f"{row['engine']} {row['precision']}"
-        step, middle = row.get("step"), row["decode_tokens_per_s"]
-        ours = (
-            ("-", "-", "-") if step is None else (duration(step["predicted_s"]), f"{step['ratio']:.2f}", step["bound"])
-        )
-        table.add_row(name, figures(middle), duration(1 / middle["median"]), *ours, figures(row["prefill_s"], 1e3))
+        step, middle = row["step"], row["decode_tokens_per_s"]
+        table.add_row(
+            row["precision"], figures(middle), duration(1 / middle["median"]), duration(step["predicted_s"]),
+            f"{step['ratio']:.2f}", step["bound"], figures(row["prefill_s"], 1e3),
+        )  # fmt: skip
     console.print(table)
     columns = ("text", "precision", "drafter", "guesses", "alpha", "tokens a round", "tokens/s", "times as fast", "F6")
     table = make_table("Speculation (* the lookahead that F6 picks)", *columns)
@@ -509,19 +293,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _llama_cpp(console: Console, model: str, device: torch.device, context: int) -> LlamaCpp | None:
-    """llama.cpp where it can run; where it cannot, it says why."""
-    if model != MODEL or not is_installed(LlamaCpp.name):
-        reason = "It is not installed." if model == MODEL else f"It runs the file of {MODEL} only."
-        console.print(f"llama.cpp is left out. {reason}")
-        return None
-    try:
-        return LlamaCpp(device, context)
-    except MinillmError as error:
-        console.print(f"llama.cpp is left out. {error}")
-        return None
-
-
 def run(args: argparse.Namespace) -> None:
     check_writable(args.json)
     if args.max_new_tokens < 2:
@@ -541,11 +312,10 @@ def run(args: argparse.Namespace) -> None:
         )
     plain = {"fp32": fp32, "bf16": bf16}
     repeat, answer = repeating([fp32, bf16], tokenizer, args.sentences)
-    llama_cpp = _llama_cpp(console, args.model, device, request.longest)
     quantized = make_quantized(console, bf16, dict.fromkeys((*ALONE, *TWINS)))
 
     alone = plain | {name: quantized[name] for name in ALONE if name in quantized}
-    precisions = measure_precisions(bench, alone, request, llama_cpp)
+    precisions = measure_precisions(bench, alone, request)
     twins = measure_twins(bench, bf16, {name: quantized[name] for name in TWINS if name in quantized}, tokenizer, n)
     ngrams = measure_ngrams(bench, "repeats", list(plain.values()), repeat, answer, NGRAM_TARGET)
     ngrams += measure_ngrams(bench, "does not repeat", list(plain.values()), prompts[1], n, None)

@@ -1,6 +1,7 @@
 """The engines that peers.py runs side by side, each in its own best way to generate greedily."""
 
 import importlib.util
+import warnings
 from typing import Any, Protocol
 
 import torch
@@ -9,7 +10,8 @@ from minillm.device import DTYPE_NAMES
 from minillm.download import default_model_path
 from minillm.errors import MinillmError
 from minillm.model import Transformer
-from minillm.stages import batching, gqa
+from minillm.stages import batching, gqa, kernels
+from minillm.stages.quantization import quantize
 from minillm.weights import named_parts
 
 
@@ -38,6 +40,46 @@ class Minillm:
         if len(prompts) == 1:
             return [gqa.generate(self.model, prompts[0], n).tokens]
         return [answer.tokens for answer in batching.generate(self.model, prompts, n, max_batch=len(prompts))]
+
+
+class Quantized(Minillm):
+    """The same stages with the weights of `model` quantized to `precision`, int8 or int4, and activations in its dtype."""
+
+    def __init__(self, model: Transformer, precision: str) -> None:
+        super().__init__(quantize(model, precision))
+        self.precision = precision
+
+
+class Compiled:
+    """The `kernels` stage: int4 weights, decode steps compiled, and on CUDA captured. It takes one prompt.
+
+    Its first call compiles. Raises `MinillmError` there where nothing can be compiled.
+    """
+
+    name, precision = "minillm", "compiled int4"
+
+    def __init__(self, model: Transformer) -> None:
+        self.model = kernels.prepare(model)
+
+    def generate(self, prompts: list[list[int]], n: int) -> list[list[int]]:
+        (prompt,) = prompts
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", kernels.NotCompiled)  # or eager steps would go by the name of compiled ones
+            try:
+                return [kernels.generate(self.model, prompt, n).tokens]
+            except kernels.NotCompiled as reason:
+                raise MinillmError(f"The engine kernels cannot run, leave it out with --engines: {reason}") from None
+
+
+class Plain(Minillm):
+    """The gqa stage. Several prompts are answered one after another, each alone."""
+
+    def __init__(self, model: Transformer, precision: str) -> None:
+        super().__init__(model)
+        self.precision = precision
+
+    def generate(self, prompts: list[list[int]], n: int) -> list[list[int]]:
+        return [gqa.generate(self.model, prompt, n).tokens for prompt in prompts]
 
 
 class Transformers:
@@ -122,7 +164,15 @@ class LlamaCpp:
         return [[token for token, _ in zip(stream, range(n), strict=False)]]
 
 
-PACKAGE_OF = {Minillm.name: "torch", Transformers.name: "transformers", LlamaCpp.name: "llama_cpp"}
+# What can be asked for: minillm in the dtypes that are asked for, what other stages make of its model, and the peers.
+QUANTIZED_STAGES = {"quantization": "int8", "quantization_int4": "int4"}  # stage: precision of its weights
+KERNELS = "kernels"
+PACKAGE_OF = {
+    Minillm.name: "torch",
+    **dict.fromkeys((*QUANTIZED_STAGES, KERNELS), "torch"),
+    Transformers.name: "transformers",
+    LlamaCpp.name: "llama_cpp",
+}
 
 
 def is_installed(engine: str) -> bool:

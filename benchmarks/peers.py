@@ -1,4 +1,4 @@
-"""minillm beside Hugging Face transformers and llama.cpp: greedy, the same weights, in the same minutes.
+"""minillm's stages beside Hugging Face transformers and llama.cpp: greedy, the same weights, in the same minutes.
 
     python benchmarks/peers.py --json benchmarks/results/peers-MACHINE.json
     python benchmarks/peers.py --batch 16 --json benchmarks/results/peers-batch-16-MACHINE.json
@@ -9,19 +9,36 @@ and its median over the rounds is what counts.
 
     prefill   seconds of a call for 1 token after long prompts, the median of a few calls
     decode    B (n - 1) / (seconds for n tokens - seconds for 1 token), tokens a second after short prompts
+
+Whatever an engine does once (compiling, above all) it does before, in its first calls, and their seconds stand apart.
 """
 
 import argparse
+import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import torch
-from common import BUSY, MODEL, Parser, exit_status, figures, make_prompts, positive, spread, warn_if_busy
-from engines import PACKAGE_OF, Engine, LlamaCpp, Minillm, Transformers, is_installed
+from common import BUSY, MODEL, Parser, exit_status, make_prompts, positive, spread, warn_if_busy
+from engines import (
+    KERNELS,
+    PACKAGE_OF,
+    QUANTIZED_STAGES,
+    Compiled,
+    Engine,
+    LlamaCpp,
+    Minillm,
+    Quantized,
+    Transformers,
+    is_installed,
+)
 from machine import Neighbours, describe
 from rich.console import Console
 
@@ -30,9 +47,17 @@ from minillm.device import pick_device, pick_dtype
 from minillm.errors import MinillmError, UsageError
 from minillm.files import check_writable, write_json
 from minillm.report import make_console, make_table
+from minillm.side_by_side import Rows, published, ratios, shortfalls, speeds
 from minillm.tokenizer import Tokenizer
 
 TARGETS = {"decode": 1.15, "prefill": 1.0}  # how many times as fast as transformers, in the same precision
+# And beside the others, by (precision, peer). Quantized weights help decode; nothing is promised of their prefill.
+DECODE_TARGETS = {
+    ("int4", LlamaCpp.name): 0.8,
+    (Compiled.precision, LlamaCpp.name): 1.2,
+    (Compiled.precision, Minillm.name): 1.4,  # eager int4
+}
+ACTIVATIONS = "bf16"  # of quantized weights; transformers in it is what they are set beside
 PREFILLS = 3  # calls a round; one alone is short enough to be hit by noise
 WARM_UPS = 2  # uncounted runs of each engine: pages, plans, the allocator
 
@@ -90,6 +115,11 @@ def seconds(engine: Engine, prompts: list[list[int]], n: int) -> float:
                 f"{engine.name} gave {len(tokens)} tokens where {n} were asked for: the times cannot be compared."
             )
     return elapsed
+
+
+def first_calls(engine: Engine, request: Request) -> float:
+    """Seconds of the first prompt and the first answer of an engine, which do what is done once: compile, fill caches."""
+    return seconds(engine, request.prefill_prompts, 1) + seconds(engine, request.decode_prompts, request.new_tokens)
 
 
 def sample(engine: Engine, request: Request) -> Sample:
@@ -165,7 +195,10 @@ def equal_tokens(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def summarize(engines: Sequence[Engine], samples: Sequence[Sequence[Sample]]) -> dict[str, Any]:
-    """The figures of each engine, and of minillm beside every other: in its own precision, llama.cpp beside each of ours."""
+    """The figures of each engine, and of minillm beside every other: in its own precision, llama.cpp beside each of ours.
+
+    Quantized weights stand beside transformers in 16 bits, and compiled steps beside eager ones.
+    """
     figures = [
         {
             "engine": engine.name,
@@ -175,28 +208,47 @@ def summarize(engines: Sequence[Engine], samples: Sequence[Sequence[Sample]]) ->
         }
         for engine, taken in zip(engines, samples, strict=True)
     ]
-    ratios = []
-    for ours, our_samples in zip(engines, samples, strict=True):
-        for theirs, their_samples in zip(engines, samples, strict=True):
-            comparable = theirs.name == LlamaCpp.name or theirs.precision == ours.precision
-            if ours.name != Minillm.name or theirs.name == Minillm.name or not comparable:
-                continue
-            for phase, values in times_as_fast(our_samples, their_samples).items():
-                ratios.append(
-                    {
-                        "phase": phase,
-                        "precision": ours.precision,
-                        "peer": theirs.name,
-                        "peer_precision": theirs.precision,
-                        "times_as_fast": spread(values),
-                        "target": TARGETS[phase] if theirs.name == Transformers.name else None,
-                    }
-                )
-    return {"engines": figures, "ratios": ratios}
+    pairs = [
+        (ours, theirs, phase, values)
+        for ours, our_samples in zip(engines, samples, strict=True)
+        for theirs, their_samples in zip(engines, samples, strict=True)
+        for phase, values in times_as_fast(our_samples, their_samples).items()
+        if phase in phases_compared(ours, theirs)
+    ]
+    compared = [
+        {
+            "phase": phase,
+            "precision": ours.precision,
+            "peer": theirs.name,
+            "peer_precision": theirs.precision,
+            "times_as_fast": spread(values),
+            "target": target_of(phase, ours, theirs),
+        }
+        for ours, theirs, phase, values in pairs
+    ]
+    return {"engines": figures, "ratios": compared}
+
+
+def phases_compared(ours: Engine, theirs: Engine) -> tuple[str, ...]:
+    """In which phases the first is set beside the second."""
+    if ours.name != Minillm.name:
+        return ()
+    if theirs.name == Minillm.name:  # a compiled step beside the eager one; their prompts are read by the same code
+        return ("decode",) if (ours.precision, theirs.precision) == (Compiled.precision, "int4") else ()
+    in_16_bits = theirs.precision == ACTIVATIONS and ours.precision in (*QUANTIZED_STAGES.values(), Compiled.precision)
+    return tuple(TARGETS) if theirs.name == LlamaCpp.name or theirs.precision == ours.precision or in_16_bits else ()
+
+
+def target_of(phase: str, ours: Engine, theirs: Engine) -> float | None:
+    if theirs.name == Transformers.name:
+        return TARGETS[phase] if theirs.precision == ours.precision else None
+    return DECODE_TARGETS.get((ours.precision, theirs.name)) if phase == "decode" else None
 
 
 def check_answers(engines: Sequence[Engine], request: Request) -> list[dict[str, Any]]:
     """How far each engine's answers agree with minillm's in the same precision (llama.cpp's: with the first).
+
+    Compiled steps are set beside eager ones; what quantizing changes in an answer is no matter of engines.
 
     Equal tokens of all prompts are added. Raises `MinillmError` where fp32 answers differ: engines that compute different
     things cannot be compared.
@@ -205,9 +257,10 @@ def check_answers(engines: Sequence[Engine], request: Request) -> list[dict[str,
     ours = {e.precision: found for e, found in zip(engines, answers, strict=True) if e.name == Minillm.name}
     agreement = []
     for engine, found in zip(engines, answers, strict=True):
-        if engine.name == Minillm.name or not ours:
+        is_compiled = engine.precision == Compiled.precision and "int4" in ours
+        if (engine.name == Minillm.name and not is_compiled) or not ours:
             continue
-        reference = ours.get(engine.precision, next(iter(ours.values())))
+        reference = ours.get("int4" if is_compiled else engine.precision, next(iter(ours.values())))
         equal = [equal_tokens(a, b) for a, b in zip(found, reference, strict=True)]
         if engine.precision == "fp32" and min(equal) < request.new_tokens:
             row = equal.index(min(equal))
@@ -229,21 +282,12 @@ def check_answers(engines: Sequence[Engine], request: Request) -> list[dict[str,
 # --- what is shown ----------------------------------------------------------------------------------------------------
 
 
-def show(console: Console, result: dict[str, Any]) -> None:
-    """Two tables, and a sentence for everything in which minillm is slower than a peer or than its target."""
-    users = result["settings"]["batch"]
-    title = f"Batch {users}, medians (lowest to highest)"
-    table = make_table(title, "engine", "precision", "decode, tokens/s", "prefill, ms")
-    for row in result["engines"]:
-        decode, prefill = row["decode_tokens_per_s"], row["prefill_s"]
-        table.add_row(row["engine"], row["precision"], figures(decode), figures(prefill, 1e3))
-    console.print(table)
-    table = make_table("minillm: how many times as fast", "phase", "precision", "peer", "times", "target")
-    for row in result["ratios"]:
-        target = f"{row['target']:g}" if row["target"] else "-"
-        peer = f"{row['peer']} ({row['peer_precision']})"
-        table.add_row(row["phase"], row["precision"], peer, figures(row["times_as_fast"]), target)
-    console.print(table)
+def show(console: Console, result: dict[str, Any], device: torch.device) -> None:
+    """Two tables, a third of published figures on a GPU, and a sentence for everything that is slower or below its target."""
+    _print(console, f"Batch {result['settings']['batch']}, medians (lowest to highest)", speeds(result))
+    _print(console, "minillm: how many times as fast", ratios(result))
+    if device.type == "cuda":
+        _print(console, "For reference only: published by gpt-fast, not measured here", published())
     for line in shortfalls(result["ratios"]):
         console.print(line)
     for row in result["agreement"]:
@@ -252,18 +296,11 @@ def show(console: Console, result: dict[str, Any]) -> None:
     warn_if_busy(console, result["others_busy_cores"])
 
 
-def shortfalls(ratios: Sequence[dict[str, Any]]) -> list[str]:
-    """One sentence for each phase in which minillm is slower than a peer, or below its target."""
-    lines = []
-    for row in ratios:
-        times, target = row["times_as_fast"]["median"], row["target"]
-        peer = f"{row['peer']} in {row['peer_precision']}"
-        what = f"minillm's {row['phase']} in {row['precision']} is {times:.2f} times as fast as {peer}"
-        if times < 1:
-            lines.append(f"Slower: {what}.")
-        elif target and times < target:
-            lines.append(f"Below the target of {target:g}: {what}.")
-    return lines or ["Nowhere slower, and no target missed."]
+def _print(console: Console, title: str, rows: Rows) -> None:
+    table = make_table(title, *rows.columns)
+    for row in rows.rows:
+        table.add_row(*row)
+    console.print(table)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -275,7 +312,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
     parser.add_argument("--dtypes", default="fp32,bf16", metavar="A,B", help="fp32, bf16, fp16 (default: fp32,bf16)")
     parser.add_argument(
-        "--engines", metavar="A,B", help="minillm, transformers, llama.cpp (default: what is installed)"
+        "--engines", metavar="A,B", help=f"{', '.join(PACKAGE_OF)} (default: what is installed and can run)"
     )
     parser.add_argument("--batch", type=positive, default=1, metavar="B", help="prompts at once (default: 1)")
     parser.add_argument("--rounds", type=positive, default=7, metavar="N", help="turns of each engine (default: 7)")
@@ -310,11 +347,9 @@ def _pick_engines(asked: str | None, model: str, batch: int) -> list[str]:
 
 def _reason_against(engine: str, model: str, batch: int) -> str | None:
     """Why an engine cannot run this, None where it can."""
-    if engine != LlamaCpp.name:
-        return None
-    if batch > 1:
-        return "llama.cpp is run for one prompt at a time"
-    return None if model == MODEL else f"llama.cpp runs the file of {MODEL} only"
+    if engine in (KERNELS, LlamaCpp.name) and batch > 1:
+        return f"{engine} is run for one prompt at a time"
+    return f"llama.cpp runs the file of {MODEL} only" if engine == LlamaCpp.name and model != MODEL else None
 
 
 def _make_engines(args: argparse.Namespace, names: Sequence[str]) -> tuple[list[Engine], Request]:
@@ -331,9 +366,22 @@ def _make_engines(args: argparse.Namespace, names: Sequence[str]) -> tuple[list[
             engines.append(Minillm(model))
         if Transformers.name in names:
             engines.append(Transformers(model))
+    if own := [name for name in names if name in (*QUANTIZED_STAGES, KERNELS)]:
+        model, _ = minillm.load(args.model, device, ACTIVATIONS)
+        engines += [Compiled(model) if name == KERNELS else Quantized(model, QUANTIZED_STAGES[name]) for name in own]
     if LlamaCpp.name in names:
         engines.append(LlamaCpp(device, request.longest))
     return engines, request
+
+
+@contextmanager
+def nothing_compiled_before() -> Iterator[None]:
+    """Compiled code is kept on disk from run to run; here in a folder that is empty at first, so that compiling is timed."""
+    with (
+        TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder),
+    ):
+        yield
 
 
 def run(args: argparse.Namespace) -> None:
@@ -343,25 +391,33 @@ def run(args: argparse.Namespace) -> None:
     names = _pick_engines(args.engines, args.model, args.batch)
     console = make_console()
     torch.set_float32_matmul_precision("highest")  # no TF32: fp32 means fp32 on a GPU too
+    device = pick_device(args.device)
     engines, request = _make_engines(args, names)
-    description = describe(pick_device(args.device))
-    agreement = check_answers(engines, request)
+    description = describe(device)
     console.print(f"{description['machine']['device']}, {len(engines)} engines, {args.rounds} rounds")
-    if args.engines is None and LlamaCpp.name not in names and is_installed(LlamaCpp.name):
-        console.print(f"{_reason_against(LlamaCpp.name, args.model, args.batch)}: it is left out.")
-    measured = measure(engines, request, args.rounds, args.patience, lambda text: console.print(text, style="dim"))
+    if args.engines is None:
+        for name in PACKAGE_OF:
+            if is_installed(name) and (reason := _reason_against(name, args.model, args.batch)):
+                console.print(f"{reason}: it is left out.")
+    with nothing_compiled_before():
+        first = [first_calls(engine, request) for engine in engines]
+        agreement = check_answers(engines, request)
+        measured = measure(engines, request, args.rounds, args.patience, lambda text: console.print(text, style="dim"))
+    summary = summarize(engines, measured.samples)
+    for row, taken in zip(summary["engines"], first, strict=True):
+        row["first_calls_s"] = taken
     result = description | {
         "settings": {
             "model": args.model, "batch": args.batch, "rounds": args.rounds, "decode_prompt_tokens": args.decode_prompt,
-            "new_tokens": args.max_new_tokens, "prefill_prompt_tokens": args.prefill_prompt,
+            "new_tokens": args.max_new_tokens, "prefill_prompt_tokens": args.prefill_prompt, "activations": ACTIVATIONS,
             "targets_beside_transformers": TARGETS,
         },
-        **summarize(engines, measured.samples),
+        **summary,
         "agreement": agreement,
         "others_busy_cores": measured.others_busy_cores,
         "disturbed_rounds": measured.disturbed_rounds,
     }  # fmt: skip
-    show(console, result)
+    show(console, result, device)
     if args.json:
         write_json(args.json, result)
         console.print(f"Written: {args.json}")

@@ -29,8 +29,11 @@ from minillm.stages.speculative_gain import predicted_speedup
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))  # as Python does for a script there
 
+import bench as benchmark
 import decode
+import engines
 import peers
+import speculation
 
 CONFIG = known_model("tiny")  # 4 query heads on 2 KV heads, and widths that groups of 32 divide
 CEILINGS = Ceilings("abacus", "bf16", bandwidth=1e9, peak=1e10, overhead=1e-6)
@@ -70,8 +73,8 @@ def invented(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "seconds", seconds)
 
 
-def quiet(rounds: int = 1) -> decode.Bench:
-    return decode.Bench(Console(quiet=True), rounds, patience=0)
+def quiet(rounds: int = 1) -> benchmark.Bench:
+    return benchmark.Bench(Console(quiet=True), rounds, patience=0)
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +95,9 @@ def linear_flops(model: Transformer) -> int:
 def test_speculation_answers_prompt_by_prompt_and_adds_up_what_came_of_it() -> None:
     model = lively_model(CONFIG)
     prompts = [random_prompt(length, 97, seed=length) for length in (5, 12, 9)]
-    plain = decode.Plain(model, "fp32").generate(prompts, 10)
+    plain = engines.Plain(model, "fp32").generate(prompts, 10)
     assert plain == [gqa.generate(model, prompt, 10).tokens for prompt in prompts]
-    engine = decode.Speculative(model, "itself", ModelDrafter(model), lookahead=2)
+    engine = speculation.Speculative(model, "itself", ModelDrafter(model), lookahead=2)
     assert engine.precision == "fp32"
     for _ in range(2):  # the latest call only: 9 tokens after the first are 3 rounds of 2 guesses and 1 of its own
         assert engine.generate(prompts, 10) == plain
@@ -131,7 +134,7 @@ def test_each_precision_is_set_beside_fp32_bf16_and_its_prediction(
     bf16: Transformer, meter: type[FixedMeter], invented: None
 ) -> None:
     bench, models = quiet(3), {"fp32": lively_model(CONFIG), "bf16": bf16, "int4 g32": quantize(bf16, "int4")}
-    rows = decode.measure_precisions(bench, models, peers.Request([[1] * 20], [[2] * 30], new_tokens=9), None)
+    rows = decode.measure_precisions(bench, models, peers.Request([[1] * 20], [[2] * 30], new_tokens=9))
     found = {(r["phase"], r["what"], r["beside"]): (r["times_as_fast"]["median"], r["target"]) for r in bench.ratios}
     assert found == {
         ("decode", "bf16", "fp32"): (pytest.approx(8 / 6), None),
@@ -153,37 +156,13 @@ def test_each_precision_is_set_beside_fp32_bf16_and_its_prediction(
     assert rows[2]["step"]["bytes"] < rows[1]["step"]["bytes"] < rows[0]["step"]["bytes"]
 
 
-def test_llama_cpp_stands_beside_every_precision_and_has_no_prediction(
-    bf16: Transformer, meter: type[FixedMeter], invented: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Fake:
-        name, precision = "llama.cpp", "Q4_1"
-
-        def generate(self, prompts: list[list[int]], n: int) -> list[list[int]]:
-            return [[0] * n for _ in prompts]
-
-    monkeypatch.setitem(SECONDS, "Q4_1", 0.03)
-    bench, fake = quiet(), Fake()
-    models = {"bf16": bf16, "int4 g32": quantize(bf16, "int4")}
-    rows = decode.measure_precisions(bench, models, peers.Request([[1] * 4], [[2] * 4], 5), fake)  # type: ignore[arg-type]
-    assert (rows[-1]["engine"], rows[-1]["precision"]) == ("llama.cpp", "Q4_1") and "step" not in rows[-1]
-    beside = [r for r in bench.ratios if r["beside"] == "llama.cpp"]
-    targets = {(r["what"], r["phase"]): (r["times_as_fast"]["median"], r["target"]) for r in beside}
-    assert targets == {
-        ("bf16", "decode"): (pytest.approx(0.5), None),
-        ("bf16", "prefill"): (pytest.approx(1), 1.0),
-        ("int4 g32", "decode"): (pytest.approx(1.5), 0.8),
-        ("int4 g32", "prefill"): (pytest.approx(1), None),
-    }
-
-
 # --- speculation -----------------------------------------------------------------------------------------------------
 
 
 def test_passes_are_set_beside_the_plain_step_of_their_own_turn(
     bf16: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    passes = decode.LONGEST_LOOKAHEAD + 2  # 1 to 9 tokens of the target, 1 of the twin
+    passes = speculation.LONGEST_LOOKAHEAD + 2  # 1 to 9 tokens of the target, 1 of the twin
     # The machine: a slow warm-up, then turns that are slower as a whole; and what the twin takes in each.
     turns = [(50.0, 9.0), (4.0, 0.2), (1.0, 0.3), (2.0, 0.4), (2.0, 0.5), (2.0, 0.6)]
 
@@ -193,8 +172,8 @@ def test_passes_are_set_beside_the_plain_step_of_their_own_turn(
             yield slower * twin
 
     clock = times()
-    monkeypatch.setattr(decode, "seconds", lambda run, device: run() is None or next(clock))
-    costs = decode.measure_passes(bf16, {"int8": quantize(bf16, "int8")}, context=20)
+    monkeypatch.setattr(speculation, "seconds", lambda run, device: run() is None or next(clock))
+    costs = speculation.measure_passes(bf16, {"int8": quantize(bf16, "int8")}, context=20)
     assert costs.verification == pytest.approx([1 + 0.1 * i for i in range(9)])
     assert (costs.v(1), costs.v(5)) == pytest.approx((1, 1.4)) and costs.draft == {"int8": pytest.approx(0.4)}
 
@@ -211,10 +190,10 @@ def test_f6_picks_the_lookahead_and_the_best_has_the_target(
     bf16: Transformer, invented: None, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     _, tokenizer = minillm.load("tiny", "cpu")
-    costs = decode.PassCosts(verification, {"int8": draft})
-    monkeypatch.setattr(decode, "measure_passes", lambda model, twins, context: costs)
+    costs = speculation.PassCosts(verification, {"int8": draft})
+    monkeypatch.setattr(speculation, "measure_passes", lambda model, twins, context: costs)
     bench = quiet()
-    result = decode.measure_twins(bench, bf16, {"int8": quantize(bf16, "int8")}, tokenizer, 8)
+    result = speculation.measure_twins(bench, bf16, {"int8": quantize(bf16, "int8")}, tokenizer, 8)
     (twin,) = result["twins"]
     assert 0.5 < twin["alpha"] <= 1 and (twin["c"], twin["best_lookahead"]) == (draft, best)
     assert [row["lookahead"] for row in result["rows"]] == tried
@@ -226,7 +205,7 @@ def test_f6_picks_the_lookahead_and_the_best_has_the_target(
         assert row["times_as_fast"]["median"] == pytest.approx(0.06 / 0.05)
         assert row["ratio"] == pytest.approx(1.2 / expected)
         assert 1 <= row["tokens_per_round"] <= row["lookahead"] + 1
-    assert [r["target"] for r in bench.ratios].count(decode.TWIN_TARGET) == 1
+    assert [r["target"] for r in bench.ratios].count(speculation.TWIN_TARGET) == 1
     assert {r["beside"] for r in bench.ratios} == {"bf16"} and len(bench.agreement) == 1
 
 
@@ -235,16 +214,16 @@ def test_the_target_of_twins_is_that_of_the_fastest(bf16: Transformer, monkeypat
         return 1e-3 + (n - 1) * {"minillm": 0.06}.get(engine.name, 0.03 if "3 guesses" in engine.name else 0.04)
 
     monkeypatch.setattr(peers, "seconds", seconds)
-    costs = decode.PassCosts([1.0] * 9, {"int8": 0.5})
-    monkeypatch.setattr(decode, "measure_passes", lambda model, twins, context: costs)
+    costs = speculation.PassCosts([1.0] * 9, {"int8": 0.5})
+    monkeypatch.setattr(speculation, "measure_passes", lambda model, twins, context: costs)
     bench, tokenizer = quiet(), minillm.load("tiny", "cpu")[1]
-    decode.measure_twins(bench, bf16, {"int8": quantize(bf16, "int8")}, tokenizer, 8)
+    speculation.measure_twins(bench, bf16, {"int8": quantize(bf16, "int8")}, tokenizer, 8)
     assert [r["what"] for r in bench.ratios if r["target"]] == ["bf16 with int8 twin, 3 guesses"]
 
 
 def test_n_grams_stand_beside_plain_decoding_of_their_own_dtype(bf16: Transformer, invented: None) -> None:
     bench, prompt = quiet(2), random_prompt(12, 97) * 3
-    rows = decode.measure_ngrams(bench, "repeats", [lively_model(CONFIG), bf16], prompt, 10, target=2.0)
+    rows = speculation.measure_ngrams(bench, "repeats", [lively_model(CONFIG), bf16], prompt, 10, target=2.0)
     assert [(row["precision"], row["lookahead"]) for row in rows] == [
         ("fp32", 4),
         ("fp32", 8),
@@ -259,15 +238,15 @@ def test_n_grams_stand_beside_plain_decoding_of_their_own_dtype(bf16: Transforme
 def test_in_fp32_an_answer_that_is_not_the_plain_one_is_refused(
     invented: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usual = decode.Speculative.generate
+    usual = speculation.Speculative.generate
 
-    def wrong(self: decode.Speculative, prompts: list[list[int]], n: int) -> list[list[int]]:
+    def wrong(self: speculation.Speculative, prompts: list[list[int]], n: int) -> list[list[int]]:
         (tokens,) = usual(self, prompts, n)
         return [[*tokens[:6], tokens[6] + 1, *tokens[7:]]]
 
-    monkeypatch.setattr(decode.Speculative, "generate", wrong)
+    monkeypatch.setattr(speculation.Speculative, "generate", wrong)
     with pytest.raises(MinillmError, match=r"n-grams, 4 guesses.* differ at new token 7"):
-        decode.measure_ngrams(quiet(), "repeats", [lively_model(CONFIG)], [1, 2, 3], 10, None)
+        speculation.measure_ngrams(quiet(), "repeats", [lively_model(CONFIG)], [1, 2, 3], 10, None)
 
 
 def test_the_text_that_is_repeated_ends_where_every_model_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,13 +259,13 @@ def test_the_text_that_is_repeated_ends_where_every_model_ends_it(monkeypatch: p
         return next(answers)
 
     monkeypatch.setattr(gqa, "generate", invented)
-    prompt, n = decode.repeating(models, tokenizer, 1)
+    prompt, n = speculation.repeating(models, tokenizer, 1)
     assert n == 20 and "exactly:\n\nThe roofline model asks" in asked[0][0] and "Their quotient" not in asked[0][0]
-    paragraph = decode.TEXT[: decode.TEXT.index("?") + 1]
+    paragraph = speculation.TEXT[: speculation.TEXT.index("?") + 1]
     assert asked[0][1:] == (min(len(paragraph) + 16, 400 - len(prompt) + 1), tokenizer.stop_tokens)
-    assert tokenizer.decode(decode.chat(tokenizer, "Hi")).startswith("user: Hi")
+    assert tokenizer.decode(speculation.chat(tokenizer, "Hi")).startswith("user: Hi")
     tokenizer.template = None
-    assert decode.chat(tokenizer, "Hi") == tokenizer.encode("Hi")
+    assert speculation.chat(tokenizer, "Hi") == tokenizer.encode("Hi")
 
 
 # --- batches ---------------------------------------------------------------------------------------------------------
@@ -319,7 +298,7 @@ def outcome(times: float, target: float | None, ratio: float, crossing: int | No
     return {
         "ratios": [row],
         "crossings": [{"precision": "int8", "measured": crossing, "predicted": None}],
-        "precisions": [{"precision": "int8", "step": {"ratio": ratio}}, {"precision": "Q4_1"}],
+        "precisions": [{"precision": "int8", "step": {"ratio": ratio}}],
         "batches": [{"batch": 8, "precision": "int8", "ratio": ratio}],
         "twins": {"rows": [{"drafter": "int8", "lookahead": 1, "ratio": ratio}]},
     }
@@ -368,7 +347,6 @@ def test_the_command_writes_its_result_whole(
     printed = " ".join(capsys.readouterr().out.split())
     assert "Below the target of 1.7: decode in int8 is 1.60 times as fast as in fp32." in result["missed"]
     assert all(line in printed for line in result["missed"])
-    assert "llama.cpp is left out. It runs the file of smollm2-135m only." in printed
 
 
 @pytest.mark.parametrize(
