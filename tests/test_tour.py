@@ -21,11 +21,12 @@ from minillm.errors import MinillmError, UsageError
 from minillm.generation import Generation
 from minillm.model import Transformer
 from minillm.roofline.ceilings import CeilingMeter, Ceilings
-from minillm.roofline.position import meta_twin, phase_costs, predict
+from minillm.roofline.position import ceilings_of, meta_twin, phase_costs, predict
 from minillm.stages import STAGES, kv_cache, naive
 from minillm.tokenizer import Tokenizer
 from minillm.tour import StageResult, Tour, run_tour
 
+QUANTIZED = ("quantization", "kernels")  # stages of these names change the weights
 NEW_TOKENS = 8
 SAMPLE = (2e10, 1e11, 8e-6)
 
@@ -97,7 +98,7 @@ def test_every_stage_gives_the_tokens_and_the_text_of_the_naive_one(
     model, tokenizer = tiny
     expected = naive.generate(model, tokenizer.chat(tour_module.PROMPT), NEW_TOKENS).tokens
     for stage in written.json["stages"]:
-        if not stage["stage"].startswith(("quantization", "kernels")):  # which quantize
+        if not stage["stage"].startswith(QUANTIZED):
             assert stage["tokens"] == expected
         assert stage["text"] == tokenizer.decode(stage["tokens"])
 
@@ -119,7 +120,7 @@ def test_counts_and_predictions_are_those_of_the_stage_on_meta(written: SimpleNa
         for phase in stage["phases"]:
             cost = costs[phase["phase"]]
             assert (phase["flops"], phase["bytes"], phase["ideal_bytes"]) == (cost.flops, cost.bytes, cost.ideal_bytes)
-            assert phase["predicted_s"] == predict(cost, ceilings)
+            assert phase["predicted_s"] == predict(cost, ceilings_of(entry, phase["phase"], ceilings))
 
 
 def test_figures_of_a_phase_agree_with_each_other(written: SimpleNamespace) -> None:
@@ -285,7 +286,7 @@ def test_a_checkpoint_without_a_template_goes_on_from_the_plain_prompt(
     tour, _ = show((model, base), monkeypatch, prompt="Once upon a time", max_new_tokens=NEW_TOKENS)
     assert tour.prompt_tokens == len("Once upon a time")
     expected = kv_cache.generate(model, base.encode("Once upon a time"), NEW_TOKENS).tokens
-    exact = [result for result in tour.stages if not result.stage.startswith("quantization")]
+    exact = [result for result in tour.stages if not result.stage.startswith(QUANTIZED)]
     assert all(run.tokens == expected for result in exact for run in result.median_run)
     assert sum(len(result.median_run) for result in exact) == 4 + 2 * tour_module.USERS
 
