@@ -55,9 +55,9 @@ TESTS: dict[str, str] = {  # module of minillm: the files of its tests; modules 
     "stages/naive": LOOPS,
     "stages/kv_cache": LOOPS,
     "stages/gqa": LOOPS,
-    "stages/static_batching": "batching no_sync",
-    "stages/slotted_cache": "batching no_sync",
-    "stages/batching": "batching no_sync",
+    "stages/static_batching": "batching",
+    "stages/slotted_cache": "batching",
+    "stages/batching": "batching",
     "stages/quantizers": "quantization",
     "stages/quantized_linear": "quantization",
     "stages/quantization": "quantization",
@@ -67,7 +67,7 @@ TESTS: dict[str, str] = {  # module of minillm: the files of its tests; modules 
     "stages/speculative_gain": "speculative",
     "stages/mla": "mla",
     "stages/quantized_cache": "quantized_cache",
-    "batch": "batching no_sync",
+    "batch": "batching",
     "generation": LOOPS,
     "model": LOOPS,
     "workload": "workload",
@@ -110,10 +110,13 @@ def limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def passes(items: Sequence[pytest.Item], spent: Mapping[str, float]) -> bool:
-    """Whether all of these tests pass; stops at the first that does not. A test that hangs ends the process."""
+def passes(items: Sequence[pytest.Item], spent: Mapping[str, float], set_up: float) -> bool:
+    """Whether all of these tests pass; stops at the first that does not. A test that hangs ends the process.
+
+    Any of them may be the first to need a fixture, so each has the time that the longest took to be set up.
+    """
     for item, following in zip(items, [*items[1:], items[-1].session] if items else [], strict=True):
-        limit = 1 + 5 * spent[item.nodeid]
+        limit = 1 + 5 * (spent[item.nodeid] + set_up)
         # Seconds of the processor, as what others run beside it does not count; and of the clock, for a test that waits.
         signal.setitimer(signal.ITIMER_PROF, limit)
         signal.alarm(300 + int(100 * limit))
@@ -159,10 +162,10 @@ Announce = Callable[[str, Mutant, str], None]  # called for each survivor as it 
 
 
 def within(items: Sequence[pytest.Item], spent: Mapping[str, float], seconds: float) -> list[pytest.Item]:
-    """The shortest of these tests that take so many seconds together, the shortest first."""
+    """The shortest of these tests, the shortest first: those that begin within so many seconds."""
     ordered = sorted(items, key=lambda item: spent[item.nodeid])
-    totals = itertools.accumulate(spent[item.nodeid] for item in ordered)
-    return [item for item, total in zip(ordered, totals, strict=True) if total <= seconds]
+    starts = itertools.accumulate((spent[item.nodeid] for item in ordered), initial=0.0)
+    return [item for item, start in zip(ordered, starts, strict=False) if start < seconds]
 
 
 @dataclass
@@ -189,6 +192,15 @@ class Warm:
     announce: Announce
     folder: Path
     tracer: Tracer
+    set_up: float = 0.0  # seconds of the longest setup
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Iterator[None]:
+        start = time.process_time()
+        try:
+            return (yield)
+        finally:
+            self.set_up = max(self.set_up, time.process_time() - start)
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         sys.settrace(None)
@@ -196,6 +208,7 @@ class Warm:
             raise pytest.UsageError("The tests of this module cannot be collected: run them alone.")
         measured = self._measured(session.items)
         spent = {nodeid: seconds for nodeid, (seconds, _) in measured.items()}
+        set_up = self.set_up  # as found, not as a mutant makes it
         existing = [functions_of(target.path) for target in self.targets]
 
         def reaching(name: Name) -> list[pytest.Item]:
@@ -207,7 +220,7 @@ class Warm:
             limit_memory()
             if not exchanged(self._mutant(name), self.targets[name[0]].path, existing[name[0]]):
                 return ASK_COLD
-            return SURVIVED if passes(reaching(name), spent) else KILLED
+            return SURVIVED if passes(reaching(name), spent, set_up) else KILLED
 
         gc.freeze()  # else a collection in a child would copy the memory that it shares with its parent
         names = [(t, i) for t, target in enumerate(self.targets) for i in target.tried]
@@ -218,7 +231,7 @@ class Warm:
             self._decide(name, SURVIVED, outcomes, "no test runs it")
         for name, status in in_children(trial, warm, self.jobs):
             self._decide(name, status, outcomes)
-        told = {"spent": spent, "outcomes": list(outcomes.items())}
+        told = {"spent": spent, "set_up": set_up, "outcomes": list(outcomes.items())}
         (self.folder / "warm.json").write_text(json.dumps(told))
         return True
 
@@ -249,7 +262,7 @@ class Warm:
                     return KILLED
                 lines = {path: sorted(numbers) for path, numbers in tracer.lines.items()}
                 rows[item.nodeid] = (time.process_time() - start, lines)
-            file.write_text(json.dumps({"rows": rows}))
+            file.write_text(json.dumps({"rows": rows, "set_up": self.set_up}))
             return SURVIVED
 
         file = self.folder / "measured.json"
@@ -257,6 +270,7 @@ class Warm:
         told = json.loads(file.read_text())
         if "failed" in told:
             raise pytest.UsageError(f"{told['failed']} fails on the code as it is: {told['why']}")
+        self.set_up = told["set_up"]
         return {
             nodeid: (seconds, {path: set(numbers) for path, numbers in lines.items()})
             for nodeid, (seconds, lines) in told["rows"].items()
@@ -281,13 +295,14 @@ def exchanged(mutant: Mutant, path: Path, existing: dict[tuple[str, int], list[F
 class Cold:
     """A pytest plugin that runs the collected tests, the shortest first, and ends the process with the outcome."""
 
-    def __init__(self, spent: dict[str, float], seconds: float) -> None:
-        self.spent, self.seconds = spent, seconds
+    def __init__(self, spent: dict[str, float], set_up: float, seconds: float) -> None:
+        self.spent, self.set_up, self.seconds = spent, set_up, seconds
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         if session.testsfailed or {item.nodeid for item in session.items} != self.spent.keys():
             os._exit(KILLED)
-        os._exit(SURVIVED if passes(within(session.items, self.spent, self.seconds), self.spent) else KILLED)
+        shortest = within(session.items, self.spent, self.seconds)
+        os._exit(SURVIVED if passes(shortest, self.spent, self.set_up) else KILLED)
 
 
 class FaultyImport(importlib.abc.MetaPathFinder):
@@ -378,7 +393,7 @@ def try_modules(
             target = targets[name[0]]
             source = target.source if name[1] < 0 else target.found[name[1]].source
             sys.meta_path.insert(0, FaultyImport(target.module, target.path, source))
-            run_pytest(tests, Cold(told["spent"], seconds))
+            run_pytest(tests, Cold(told["spent"], told["set_up"], seconds))
             return KILLED  # the tests did not even begin
 
         unchanged = (0, -1)  # must survive, or the others that do not would say nothing
@@ -509,6 +524,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.write(out, f"{', '.join(together)}: {time.perf_counter() - start:.0f} s\n".encode())
         for name, module in names.items():
             row = counts(outcomes[name], known[module])
+            if options.again:
+                row["killed_by_time"] += json.loads(options.report.read_text())[module]["killed_by_time"]
             for mutant in outcomes[name].killed:
                 if (mutant.line, mutant.change) in known[module]:
                     print(f"{module}:{mutant.number}: listed as equivalent, but a test kills it: {mutant.change}")

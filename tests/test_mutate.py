@@ -9,6 +9,9 @@ import mutate
 import pytest
 from mutations import mutants
 
+REPORT = json.loads((Path(__file__).parent / "mutation_report.json").read_text())
+HELD_TO_95_PERCENT = [module for module in REPORT if module.startswith("stages/") or module in ("sampling", "metrics")]
+
 MODULE = '''
 """A docstring stays: 1 + 1."""
 
@@ -207,3 +210,16 @@ def test_listed_equivalents_are_mutants_of_today(module: str) -> None:
     listed = mutate.equivalents(module)
     assert [name for name in listed if name not in today] == []
     assert all(excuse.reason.endswith(".") and len(excuse.reason) > 20 for excuse in listed.values())
+
+
+@pytest.mark.parametrize("module", REPORT)
+def test_a_row_of_the_report_adds_up(module: str) -> None:
+    row = REPORT[module]
+    assert row["killed"] + row["equivalent"] + row["needs_gpu"] + row["survived"] == row["mutants"]
+    assert len(row["survivors"]) == row["survived"]
+    assert row["score"] == round(row["killed"] / (row["killed"] + row["survived"]), 4)
+
+
+@pytest.mark.parametrize("module", HELD_TO_95_PERCENT)
+def test_95_of_100_mutants_that_change_something_were_killed(module: str) -> None:
+    assert REPORT[module]["score"] >= 0.95
