@@ -958,6 +958,149 @@ def speculation_guesses():
     return 3.6, 1.05, 1.1
 """
 
+CHAPTER_8 = """
+import os
+os.environ["TRITON_INTERPRET"] = "1"
+import numpy as np
+import torch
+try:
+    import triton
+    import triton.language as tl
+    jit = triton.jit
+except ImportError:
+    jit, tl = lambda kernel: kernel, torch
+
+
+def launch_gains(work, kernels, overhead, replay):
+    work, owner = np.array(work), np.repeat(np.arange(len(kernels)), kernels)
+    fused = np.bincount(owner, weights=work)
+    eager = np.maximum(work, overhead).sum()
+    return [eager / np.maximum(x, floor).sum() for x, floor in ((fused, overhead), (work, replay), (fused, replay))]
+
+
+def break_even(prompt, eager, compiled, compile_s, smallest=128):
+    gain = eager - compiled
+    if gain <= 0:
+        return None
+    bucket = smallest
+    while bucket < prompt + 1:
+        bucket *= 2
+    programs = 1
+    while True:
+        steps = max(1, int(np.ceil(programs * compile_s / gain - 1e-9)))
+        if prompt + steps <= bucket:
+            return steps
+        bucket, programs = 2 * bucket, programs + 1
+
+
+def visible_columns(length, window=None, smallest=128):
+    S = smallest
+    while S < length:
+        S *= 2
+    mask = torch.zeros(S, dtype=torch.bool)
+    mask[max(0, length - window) if window else 0 : length] = True
+    return mask
+
+
+class StaticLayer:
+    def __init__(self, batch, n_kv_heads, columns, head_dim):
+        self.store = torch.zeros(2, batch, n_kv_heads, columns, head_dim)
+
+    def attend(self, q, k, v, position, visible):
+        B, H, _, D = k.shape
+        new = torch.stack([k, v])
+        self.store.scatter_(3, position.view(1, 1, 1, 1, 1).expand_as(new), new)
+        keys, values = self.store[..., : visible.size(-1), :]  # (B, Hkv, S, D)
+        scores = q.reshape(B, H, -1, D) @ keys.mT * D**-0.5
+        scores[~visible.expand_as(scores)] = -1e30
+        return (scores.softmax(-1) @ values).reshape(q.shape)
+
+
+def combine_splits(tops, totals, mixes):
+    logs = torch.where(totals > 0, tops + totals.clamp_min(1e-30).log(), -1e30)
+    weights = torch.where(totals > 0, logs.softmax(-1), 0.0)
+    return (weights[..., None] * mixes / totals.clamp_min(1e-30)[..., None]).sum(2)
+
+
+def split_attention_cost(batch, context, n_heads, n_kv_heads, head_dim, split, element_bytes=2):
+    from minillm.roofline.counting import count
+    from minillm.stages.triton_kernels import split_attention, split_size
+
+    assert split == split_size(batch, n_kv_heads, context)
+    dtype = {2: torch.float16, 4: torch.float32}[element_bytes]
+    with torch.device("meta"):
+        q = torch.empty(batch, n_heads, 1, head_dim, dtype=dtype)
+        k = torch.empty(batch, n_kv_heads, context, head_dim, dtype=dtype)
+        lengths = torch.empty(batch, dtype=torch.int64)
+    splits = -(-context // split)
+    v = torch.empty_like(k)
+    return [count(lambda: split_attention(q, k, v, lengths)).bytes, splits * batch * n_kv_heads]
+
+
+@jit
+def attend_split(
+    q, k, v, lengths, tops, totals, mixes, scale, window, S,
+    G: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+):
+    # Column by column, with the mask in place of bounds.
+    split, kv_head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    P, Hkv = tl.num_programs(0), tl.num_programs(1)
+    length = tl.minimum(tl.load(lengths + b), S)
+    columns = split * SPLIT + tl.arange(0, 32)
+    seen = (columns < split * SPLIT + SPLIT) & (columns < length) & (columns + window >= length)
+    d = tl.arange(0, D)
+    place = ((b * Hkv + kv_head) * S + columns)[:, None] * D + d[None, :]
+    keys = tl.load(k + place, mask=seen[:, None], other=0.0)
+    values = tl.load(v + place, mask=seen[:, None], other=0.0)
+    for g in range(G):
+        head = b * Hkv * G + kv_head * G + g
+        scores = tl.sum(tl.load(q + head * D + d)[None, :] * keys, axis=1) * scale
+        scores = tl.where(seen, scores, -3e38)
+        top = tl.max(scores, axis=0)
+        weights = tl.where(seen, tl.exp(scores - top), 0.0)
+        tl.store(tops + head * P + split, top)
+        tl.store(totals + head * P + split, tl.sum(weights, axis=0))
+        tl.store(mixes + (head * P + split) * D + d, tl.sum(weights[:, None] * values, axis=0))
+
+
+def attend_in_splits(q, k, v, lengths, window, split):
+    (B, Hq, _, D), (Hkv, S) = q.shape, k.shape[1:3]
+    P, G = -(-S // split), Hq // Hkv
+    out = [torch.empty(B, Hq, P), torch.empty(B, Hq, P), torch.empty(B, Hq, P, D)]
+    attend_split[(P, Hkv, B)](
+        q, k, v, lengths, *out, D**-0.5, window, S, G=G, D=D, ROWS=triton.next_power_of_2(G), SPLIT=split, BLOCK=8
+    )
+    return out
+
+
+@jit
+def int4_row(x, packed, scales, zeros, out, N, n_groups, BLOCK: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr):
+    # One row and one group at a time, and the weight is made in float32.
+    i = tl.arange(0, HALF)
+    for row in range(0, BLOCK):
+        n = tl.program_id(0) * BLOCK + row
+        total = tl.zeros((1,), tl.float32)
+        for group in range(0, n_groups):
+            byte = group * HALF + i
+            codes = tl.load(packed + n * n_groups * HALF + byte, mask=(i >= 0) & (n < N), other=0)
+            s = tl.load(scales + n * n_groups + group, mask=n < N, other=0.0)
+            z = tl.load(zeros + n * n_groups + group, mask=n < N, other=0.0)
+            upper = (codes // 16).to(tl.float32) - 8.0
+            lower = (codes % 16).to(tl.float32) - 8.0
+            even, odd = tl.load(x + 2 * byte).to(tl.float32), tl.load(x + 2 * byte + 1).to(tl.float32)
+            total += tl.sum((s * upper + z) * even + (s * lower + z) * odd, axis=0)
+        tl.store(out + n + tl.arange(0, 1), total, mask=(n + tl.arange(0, 1)) < N)
+
+
+def int4_product(x, packed, scales, zeros):
+    N, n_groups = scales.shape
+    out = torch.full((N + 128,), float("nan"))
+    int4_row[((N + 7) // 8,)](
+        x, packed, scales, zeros, out[64:], N, n_groups, BLOCK=8, GROUPS=4, HALF=packed.shape[1] // n_groups
+    )
+    return out
+"""
+
 OTHER_ANSWERS = {
     "ch00": [CHAPTER_0],
     "ch01": [CHAPTER_1],
@@ -966,4 +1109,5 @@ OTHER_ANSWERS = {
     "ch04": [CHAPTER_4, CHAPTER_4_LISTS],
     "ch05": [CHAPTER_5, CHAPTER_5_CELLS],
     "ch06": [CHAPTER_6, CHAPTER_6_PACKAGE],
+    "ch08": [CHAPTER_8],
 }

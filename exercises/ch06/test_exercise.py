@@ -2,10 +2,9 @@
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,44 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minillm.config import KNOWN_MODELS
-from minillm.grading import Answer, Wrong, ask, exercise, refuses
+from minillm.grading import Answer, Evidence, Wrong, ask, exercise, refuses
 from minillm.grading.counted import pass_s
 from minillm.roofline.ceilings import Ceilings
 from minillm.roofline.hardware import known_hardware
-
-
-class Evidence:
-    """Answers to all cases, and for each the values that known mistakes give: one case often fits several of these.
-
-    A sentence is said only where its mistake gives every answer that came. (Its values need not differ from the right ones.)
-    """
-
-    def __init__(self, rtol: float = 0.0) -> None:
-        self.rtol = rtol
-        self.cases: list[tuple[Answer, Any, Mapping[str, Any]]] = []
-
-    def add(self, answer: Answer, due: Any, likely: Mapping[str, Any]) -> None:
-        self.cases.append((answer, due, likely))
-
-    def judge(self) -> None:
-        """Raise `Wrong` for the first case that is wrong."""
-        texts = [
-            text for text in self.cases[0][2] if all(self._same(a.value, table[text]) for a, _, table in self.cases)
-        ]
-        for answer, due, table in self.cases:
-            likely = {text: table[text] for text in texts[:1] if table[text] != due}
-            if isinstance(due, list):
-                answer.tokens(due, likely)
-            else:
-                answer.number(due, likely, rtol=self.rtol)
-
-    def _same(self, value: Any, other: Any) -> bool:
-        if isinstance(value, Tensor):
-            value = value.tolist()
-        if isinstance(other, list):
-            return isinstance(value, (list, tuple)) and list(value) == other
-        return type(value) in (int, float) and abs(value) < 1e300 and math.isclose(value, other, rel_tol=self.rtol)
-
 
 # --- drafting
 

@@ -1,6 +1,6 @@
 """Grading: what grader files, notebooks and commands use. The learner's code never runs where the points are counted."""
 
-from minillm.grading.answer import Answer, ask, moved_bytes, refuses
+from minillm.grading.answer import Answer, Evidence, ask, captured, moved_bytes, needs_triton, refuses
 from minillm.grading.catalog import exercise
 from minillm.grading.errors import NotGraded, NotWritten, Wrong
 from minillm.grading.models import PROMPT, example_model
@@ -9,13 +9,16 @@ from minillm.grading.notebook import check
 __all__ = [
     "PROMPT",
     "Answer",
+    "Evidence",
     "NotGraded",
     "NotWritten",
     "Wrong",
     "ask",
+    "captured",
     "check",
     "example_model",
     "exercise",
     "moved_bytes",
+    "needs_triton",
     "refuses",
 ]

@@ -6,6 +6,7 @@ calls the learner's `tpot` and compares. Each wrong value that a known mistake g
 learner who made that mistake is told so. Nothing of the learner's is ever asked whether it is equal: `ask` has plain values.
 """
 
+import importlib.util
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from minillm.grading.channel import Refused, Remote, brief
-from minillm.grading.errors import Wrong
+from minillm.grading.errors import NotGraded, Wrong
 
 _SCALES = {
     1e3: "It is 1000 times too large: mind the units.",
@@ -153,6 +154,41 @@ class Answer:
         return f"an object of type {value._kind}" if isinstance(value, Remote) else _KINDS.get(type(value), "something")
 
 
+class Evidence:
+    """Answers to all cases, and for each the values that known mistakes give: one case often fits several of these.
+
+    A sentence is said only where its mistake gives every answer that came. (Its values need not differ from the right ones.)
+    """
+
+    def __init__(self, rtol: float = 0.0) -> None:
+        self.rtol = rtol
+        self.cases: list[tuple[Answer, Any, Mapping[str, Any]]] = []
+
+    def add(self, answer: Answer, due: Any, likely: Mapping[str, Any]) -> None:
+        self.cases.append((answer, due, likely))
+
+    def judge(self) -> None:
+        """Raise `Wrong` for the first case that is wrong."""
+        texts = [
+            text for text in self.cases[0][2] if all(self._same(a.value, table[text]) for a, _, table in self.cases)
+        ]
+        for answer, due, table in self.cases:
+            likely = {text: table[text] for text in texts[:1] if table[text] != due}
+            if isinstance(due, list):
+                answer.tokens(due, likely)
+            else:
+                answer.number(due, likely, rtol=self.rtol)
+
+    def _same(self, value: Any, other: Any) -> bool:
+        if isinstance(value, Tensor):
+            value = value.tolist()
+        if isinstance(other, list):
+            return isinstance(value, (list, tuple)) and list(value) == other
+        if value is None or other is None:
+            return value is other
+        return type(value) in (int, float) and abs(value) < 1e300 and math.isclose(value, other, rel_tol=self.rtol)
+
+
 def ask(function: Remote, *args: Any) -> Answer:
     """Call a function or method of the learner's."""
     return Answer(f"{function!r}({', '.join(map(brief, args))})", function(*args))
@@ -166,6 +202,22 @@ def moved_bytes(function: Remote, *args: Any) -> int:
             f"{function!r} spoils the count of its bytes: compute with PyTorch's operators, and leave minillm alone."
         )
     return value
+
+
+def captured(function: Remote, *args: Any) -> Remote:
+    """The call of a function as a CUDA graph would record it (capture.py): to be called with other tensors of these shapes."""
+    recording = function._channel.call(function, args, "capture")
+    if not isinstance(recording, Remote):
+        raise Wrong(f"{function!r} spoils its recording: compute with PyTorch's operators, and leave minillm alone.")
+    return recording
+
+
+def needs_triton() -> None:
+    """Raise `NotGraded` where Triton is not installed. Where it is, kernels of the learner's run in its interpreter."""
+    if importlib.util.find_spec("triton") is None:
+        raise NotGraded(
+            "not graded, because its kernel needs the package triton, which is not here: pip install triton."
+        )
 
 
 def refuses(function: Remote, *args: Any, because: str) -> None:

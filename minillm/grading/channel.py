@@ -52,7 +52,7 @@ class Channel:
         raise NotImplementedError
 
     def call(self, remote: Remote, args: tuple[Any, ...], do: str = "call") -> Any:
-        """What the learner's code returns; with `do` = "count", the bytes that the call moves."""
+        """What the learner's code returns; with `do` = "count", the bytes that the call moves, with "capture" its recording."""
         label = f"{remote._label}({', '.join(map(brief, args))})"
         method = remote._method
         target = Remote(self, remote._number, remote._kind) if method else remote

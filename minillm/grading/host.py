@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from minillm.grading import wire
+from minillm.grading.capture import Captured
 from minillm.grading.fence import confine
 from minillm.roofline.counting import count
 
@@ -58,7 +59,12 @@ class Host:
         if method is not None:
             target = getattr(target, method)
         before = self._pack({"args": args})
-        result = count(lambda: target(*args)).bytes if request["do"] == "count" else target(*args)
+        if request["do"] == "count":
+            result: Any = count(lambda: target(*args)).bytes
+        elif request["do"] == "capture":
+            result = Captured(target, args)
+        else:
+            result = target(*args)
         if self._pack({"args": args}) != before:
             return {"mutated": None}
         return {"returned": result}
@@ -77,6 +83,8 @@ class Host:
         self._module = module
 
     def _describe(self, error: BaseException) -> dict[str, Any]:
+        if type(error).__name__ == "InterpreterError" and error.__cause__:  # Triton's: what the kernel raised is inside
+            error = error.__cause__
         line = error.lineno if isinstance(error, SyntaxError) and error.filename == self._path else None
         for frame, number in traceback.walk_tb(error.__traceback__):
             if frame.f_code.co_filename == self._path:

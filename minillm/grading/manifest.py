@@ -88,6 +88,16 @@ EXERCISES: dict[str, dict[str, int]] = {
         "speedup_at_batch": 2,
         "speculation_guesses": 1,
     },
+    "ch08": {
+        "launch_gains": 2,
+        "break_even": 2,
+        "visible_columns": 1,
+        "static_attend": 3,
+        "combine_splits": 2,
+        "split_attention_cost": 2,
+        "attend_split": 3,
+        "int4_row": 3,
+    },
 }
 
 DIGESTS: dict[str, str] = {
@@ -112,5 +122,8 @@ DIGESTS: dict[str, str] = {
     "ch05/test_exercise.py": "fee1a18ab69268eac072899fa391590903f547cceae39b6a3d6bcc2eceb21368",
     "ch06/mutants.py": "ea60ba15ed0851d1040abc03add1a847853cab03634125d5ffa9974dd40e25b4",
     "ch06/solution.py": "68982d331bebde40096627e4a079e99c17e8c4b4b3dfe827de8c6e7e7562977c",
-    "ch06/test_exercise.py": "807139ba537b2016b9c3030a3221a9ef0de92d13f1ed68ce38b6b960c4ab51a7",
+    "ch06/test_exercise.py": "0ca7e80debd0e5d5916ce67ec98874aa35901a6f8910831495ff9aacc1e3bb67",
+    "ch08/mutants.py": "9bb6e98ec5383a4ad2210369f0f4ceade24d216f55cdbd177d0527f09ff73d6b",
+    "ch08/solution.py": "61fdf1688555f144807513575e2fb5f859991bed8bfc0dfe6583b94980df9378",
+    "ch08/test_exercise.py": "84147c6c82586c779bbfa19aa72013c041d4b940610bd3445a70b1696b921471",
 }

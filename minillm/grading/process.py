@@ -103,13 +103,20 @@ class Workers:
 
 
 def _start_python(*args: str, descriptor: int | None = None, token: str = "") -> "subprocess.Popen[bytes]":
-    """`python -m minillm.grading.worker`, quiet, on one thread, in a process group of its own."""
+    """`python -m minillm.grading.worker`, quiet, on one thread, in a process group of its own; Triton interprets there."""
     root = str(Path(minillm.__file__).parents[1])
     paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     single = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     return subprocess.Popen(
         [sys.executable, "-m", "minillm.grading.worker", *args],
-        env={**os.environ, **single, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1", "MINILLM_GRADING_TOKEN": token},
+        env={
+            **os.environ,
+            **single,
+            "PYTHONPATH": paths,
+            "PYTHONSAFEPATH": "1",
+            "MINILLM_GRADING_TOKEN": token,
+            "TRITON_INTERPRET": "1",
+        },
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
