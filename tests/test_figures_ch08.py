@@ -69,15 +69,9 @@ def test_against_overhead_draws_a_line_a_model():
 def test_parts_of_a_step_are_stacked_to_its_total():
     picture = ch08.parts(PARTS)
     (axes,) = picture.axes
-    drawn = [
-        box for box in axes.patches if isinstance(box, Rectangle) and box.get_width() > 0 and box.get_height() < 0.7
-    ]
-    bars = {}
-    for box in drawn:
-        if box.get_height() > 0:
-            bars.setdefault(round(box.get_y() + box.get_height() / 2), []).append(
-                (box.get_x(), box.get_x() + box.get_width())
-            )
+    bars: dict[int, list[tuple[float, float]]] = {}
+    for box in axes.patches:
+        bars.setdefault(round(box.get_y() + box.get_height() / 2), []).extend(spans([box]))
     assert bars == {0: [(0, 3), (3, 8), (8, 9)], 1: [(0, 3), (3, 4.5)]}
     assert words(picture) == ["9", "4.5"]
     labels = [text.get_text() for text in axes.get_legend().get_texts()]

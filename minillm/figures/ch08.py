@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
-from matplotlib.patches import Rectangle
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter
 
 from minillm.figures.picture import BLUE, DARK, GRAY, ORANGE, PALE, Picture, blank, picture, plain
@@ -76,12 +76,12 @@ def parts(steps: Mapping[str, Mapping[str, float]]) -> Picture:
             axes.barh(row, value, 0.62, left, color=face, hatch=hatch, edgecolor=DARK, linewidth=0.6)
             left += value
         axes.annotate(f"{left:.3g}", (left, row), xytext=(4, 0), textcoords="offset points", fontsize=8, va="center")
-    for i, part in enumerate(names):
-        axes.bar(0, 0, color=FACES[i % 3][0], hatch=FACES[i % 3][1], edgecolor=DARK, linewidth=0.6, label=part)
+    looks = [{"facecolor": face, "hatch": hatch, "edgecolor": DARK, "linewidth": 0.6} for face, hatch in FACES]
+    key = [Patch(label=part, **looks[i % len(FACES)]) for i, part in enumerate(names)]  # type: ignore[arg-type]
     axes.set_yticks(range(len(steps)), list(steps), fontsize=8)
     axes.invert_yaxis()
     axes.set(xlabel="ms a decode step", xlim=(0, 1.12 * max(totals.values())))
-    axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    axes.legend(handles=key, fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     plain(axes)
     return result
 
