@@ -43,7 +43,7 @@ from machine import Neighbours, describe
 from rich.console import Console
 
 import minillm
-from minillm.device import pick_device, pick_dtype
+from minillm.device import DTYPE_NAMES, pick_device, pick_dtype
 from minillm.errors import MinillmError, UsageError
 from minillm.files import check_writable, write_json
 from minillm.report import make_console, make_table
@@ -57,7 +57,7 @@ DECODE_TARGETS = {
     (Compiled.precision, LlamaCpp.name): 1.2,
     (Compiled.precision, Minillm.name): 1.4,  # eager int4
 }
-ACTIVATIONS = "bf16"  # of quantized weights; transformers in it is what they are set beside
+ACTIVATIONS = torch.bfloat16  # of quantized weights; transformers in it is what they are set beside
 PREFILLS = 3  # calls a round; one alone is short enough to be hit by noise
 WARM_UPS = 2  # uncounted runs of each engine: pages, plans, the allocator
 
@@ -235,7 +235,10 @@ def phases_compared(ours: Engine, theirs: Engine) -> tuple[str, ...]:
         return ()
     if theirs.name == Minillm.name:  # a compiled step beside the eager one; their prompts are read by the same code
         return ("decode",) if (ours.precision, theirs.precision) == (Compiled.precision, "int4") else ()
-    in_16_bits = theirs.precision == ACTIVATIONS and ours.precision in (*QUANTIZED_STAGES.values(), Compiled.precision)
+    in_16_bits = theirs.precision == DTYPE_NAMES[ACTIVATIONS] and ours.precision in (
+        *QUANTIZED_STAGES.values(),
+        Compiled.precision,
+    )
     return tuple(TARGETS) if theirs.name == LlamaCpp.name or theirs.precision == ours.precision or in_16_bits else ()
 
 
@@ -356,19 +359,23 @@ def _make_engines(args: argparse.Namespace, names: Sequence[str]) -> tuple[list[
     """The engines in the order of their turns: by precision, so that those to be compared run one after the other."""
     device = pick_device(args.device)
     dtypes = [pick_dtype(name.strip(), device) for name in args.dtypes.split(",")]
+    own = [name for name in names if name in (*QUANTIZED_STAGES, KERNELS)]
     engines: list[Engine] = []
-    for dtype in dict.fromkeys(dtypes):
+    quantized: list[Engine] = []
+    for dtype in dict.fromkeys((*dtypes, *([ACTIVATIONS] if own else []))):
         model, tokenizer = minillm.load(args.model, device, dtype)
         request = make_request(tokenizer, args.decode_prompt, args.prefill_prompt, args.max_new_tokens, args.batch)
         if request.longest > model.config.max_positions:
             raise UsageError(f"{args.model} has {model.config.max_positions} positions: ask for shorter prompts.")
-        if Minillm.name in names:
+        if dtype == ACTIVATIONS:
+            quantized = [
+                Compiled(model) if name == KERNELS else Quantized(model, QUANTIZED_STAGES[name]) for name in own
+            ]
+        if Minillm.name in names and dtype in dtypes:
             engines.append(Minillm(model))
-        if Transformers.name in names:
+        if Transformers.name in names and dtype in dtypes:
             engines.append(Transformers(model))
-    if own := [name for name in names if name in (*QUANTIZED_STAGES, KERNELS)]:
-        model, _ = minillm.load(args.model, device, ACTIVATIONS)
-        engines += [Compiled(model) if name == KERNELS else Quantized(model, QUANTIZED_STAGES[name]) for name in own]
+    engines += quantized
     if LlamaCpp.name in names:
         engines.append(LlamaCpp(device, request.longest))
     return engines, request
@@ -409,8 +416,8 @@ def run(args: argparse.Namespace) -> None:
     result = description | {
         "settings": {
             "model": args.model, "batch": args.batch, "rounds": args.rounds, "decode_prompt_tokens": args.decode_prompt,
-            "new_tokens": args.max_new_tokens, "prefill_prompt_tokens": args.prefill_prompt, "activations": ACTIVATIONS,
-            "targets_beside_transformers": TARGETS,
+            "new_tokens": args.max_new_tokens, "prefill_prompt_tokens": args.prefill_prompt,
+            "activations_of_quantized": DTYPE_NAMES[ACTIVATIONS], "targets_beside_transformers": TARGETS,
         },
         **summary,
         "agreement": agreement,

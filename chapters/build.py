@@ -1,4 +1,4 @@
-"""Execute the chapters into notebooks/: `python chapters/build.py [00 01 ... faq]`, or `make notebooks`.
+"""Execute the chapters into notebooks/: `python chapters/build.py [00 01 ... faq side]`, or `make notebooks`.
 
 A chapter is Markdown whose ```python blocks are the notebook's code cells. What could differ from one run to the next without
 telling anything (times of execution, versions, random cell ids) is left out of the notebook, so its diffs are about content.
@@ -27,8 +27,8 @@ def chapter_paths() -> list[Path]:
 
 
 def page_paths() -> list[Path]:
-    """All that become notebooks: the chapters, and the FAQ, which has no number."""
-    return [*chapter_paths(), CHAPTERS / "faq.md"]
+    """All that become notebooks: the chapters, and the pages that have no number."""
+    return [*chapter_paths(), CHAPTERS / "faq.md", CHAPTERS / "side-by-side.md"]
 
 
 def notebook_path(chapter: Path) -> Path:

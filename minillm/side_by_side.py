@@ -41,7 +41,12 @@ def read(name: str) -> dict[str, Any]:
 
 def figures(spread: Result, scale: float = 1.0) -> str:
     """A median with its lowest and highest round, as a table shows it."""
-    return f"{spread['median'] * scale:.3g} ({spread['min'] * scale:.3g} to {spread['max'] * scale:.3g})"
+    median, lowest, highest = (_three_digits(spread[key] * scale) for key in ("median", "min", "max"))
+    return f"{median} ({lowest} to {highest})"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
 
 
 def origin(result: Result) -> str:
@@ -103,21 +108,40 @@ def shortfalls(rows: Sequence[Result]) -> list[str]:
     return lines or ["Nowhere slower, and no target missed."]
 
 
+def price_of_compiling(result: Result) -> str:
+    """How much longer the first calls of compiled steps take than those of eager ones, and when that is earned back."""
+    of = {row["precision"]: row for row in result["engines"] if row["engine"] == "minillm"}
+    if "compiled int4" not in of or "int4" not in of:
+        return "Nothing was compiled in this run."
+    more = of["compiled int4"]["first_calls_s"] - of["int4"]["first_calls_s"]
+    compiled, eager = (1 / of[name]["decode_tokens_per_s"]["median"] for name in ("compiled int4", "int4"))  # s a token
+    said = f"Compiling takes {more:.0f} s, once on a machine, since what is compiled is kept on disk"
+    if compiled >= eager:
+        return f"{said}; it is never earned back, as a compiled step is no faster."
+    return f"{said}; it is earned back after {more / (eager - compiled):,.0f} tokens."
+
+
 # --- among ourselves ------------------------------------------------------------------------------------------------------
 
 
 def gains(result: Result) -> Rows:
-    """What chapters 5 and 6 gain, each beside minillm without it: a result of `benchmarks/decode.py`."""
+    """What chapters 5 and 6 promise, each beside minillm without it: of a result of `benchmarks/decode.py`."""
     rows = [
         (
             f"{row['phase']}, {row['what']}",
             row["beside"],
             figures(row["times_as_fast"]),
-            f"{row['target']:g}" if row["target"] else "-",
+            f"{row['target']:g}",
         )
         for row in result["ratios"]
+        if row["target"]
     ]
     return Rows(("minillm's", "beside", "times as fast", "target"), rows)
+
+
+def losses(result: Result) -> list[str]:
+    """Where those gains end: of what such a result names as missed, all but the predictions that were not close."""
+    return [line for line in result["missed"] if line.startswith(("Slower", "Below"))] or ["Nowhere slower."]
 
 
 # --- published by others --------------------------------------------------------------------------------------------------

@@ -15,8 +15,12 @@ import torch
 from helpers import SHAPES, is_one_sentence, lively_model, logits_whole, random_prompt, wide
 
 import minillm
+from minillm.config import known_model
 from minillm.errors import MinillmError
+from minillm.report import make_console
+from minillm.stages import gqa, kernels
 from minillm.stages.gqa import GroupedKVCache
+from minillm.stages.quantization import quantize
 from minillm.stages.slotted_cache import SlottedCache
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
@@ -25,7 +29,7 @@ sys.path.insert(0, str(BENCHMARKS))  # as Python does for a script there
 import engines as engines_module  # noqa: E402
 import peers  # noqa: E402
 from common import TEXT  # noqa: E402
-from engines import Minillm, Transformers, is_installed, llama_of_transformers  # noqa: E402
+from engines import Compiled, Minillm, Quantized, Transformers, is_installed, llama_of_transformers  # noqa: E402
 from machine import Neighbours, describe  # noqa: E402
 
 needs_transformers = pytest.mark.skipif(not is_installed("transformers"), reason="transformers is not installed")
@@ -206,6 +210,76 @@ def test_each_precision_is_compared_with_its_own_and_llama_cpp_with_every_one(fi
     assert {r["phase"]: r["target"] for r in result["ratios"] if r["peer"] == "transformers"} == peers.TARGETS
 
 
+@pytest.fixture
+def quantized(clock: Clock) -> list[Fake]:
+    """Compiled int4 decodes 1.5 times as fast as eager int4 and 1.2 times as fast as llama.cpp; transformers is slowest."""
+    return [
+        Fake(clock, "minillm", "bf16", 0.01, 0.12),
+        Fake(clock, "transformers", "bf16", 0.02, 0.24),
+        Fake(clock, "minillm", "int8", 0.01, 0.12),
+        Fake(clock, "minillm", "int4", 0.01, 0.06),
+        Fake(clock, "minillm", "compiled int4", 0.01, 0.04),
+        Fake(clock, "llama.cpp", "Q4_1", 0.01, 0.048),
+    ]
+
+
+def test_quantized_stages_stand_beside_16_bits_of_transformers_and_compiled_steps_beside_eager_ones(
+    quantized: list[Fake],
+) -> None:
+    result = peers.summarize(quantized, peers.measure(quantized, REQUEST, rounds=1).samples)
+    decode = {
+        (r["precision"], r["peer"]): (r["times_as_fast"]["median"], r["target"])
+        for r in result["ratios"]
+        if r["phase"] == "decode"
+    }
+    assert decode == {
+        ("bf16", "transformers"): (pytest.approx(2), 1.15),
+        ("bf16", "llama.cpp"): (pytest.approx(0.4), None),
+        ("int8", "transformers"): (pytest.approx(2), None),
+        ("int8", "llama.cpp"): (pytest.approx(0.4), None),
+        ("int4", "transformers"): (pytest.approx(4), None),
+        ("int4", "llama.cpp"): (pytest.approx(0.8), 0.8),
+        ("compiled int4", "transformers"): (pytest.approx(6), None),
+        ("compiled int4", "minillm"): (pytest.approx(1.5), 1.4),
+        ("compiled int4", "llama.cpp"): (pytest.approx(1.2), 1.2),
+    }
+    prefill = [(r["precision"], r["peer"], r["target"]) for r in result["ratios"] if r["phase"] == "prefill"]
+    assert ("compiled int4", "minillm", 1.4) not in prefill and len(prefill) == len(decode) - 1
+    assert {target for _, peer, target in prefill if peer == "llama.cpp"} == {None}
+
+
+def test_a_compiled_step_that_is_too_slow_is_named_beside_both(quantized: list[Fake]) -> None:
+    quantized[4].costs = (0.01, 0.05)
+    found = peers.summarize(quantized, peers.measure(quantized, REQUEST, rounds=1).samples)["ratios"]
+    lines = [line for line in peers.shortfalls(found) if "compiled" in line]
+    assert lines == [
+        "Below the target of 1.4: minillm's decode in compiled int4 is 1.20 times as fast as minillm in int4.",
+        "Slower: minillm's decode in compiled int4 is 0.96 times as fast as llama.cpp in Q4_1.",
+    ]
+
+
+def test_compiled_answers_are_set_beside_eager_ones_and_other_quantized_ones_beside_none(quantized: list[Fake]) -> None:
+    quantized[0].answers[0] = [*range(9), 0, *range(10, 1000)]  # of bf16: no matter here but to those beside it
+    quantized[4].answers[0] = [*range(30), 0, *range(31, 1000)]
+    found = {(row["engine"], row["precision"]): row["equal_tokens"] for row in peers.check_answers(quantized, REQUEST)}
+    assert found == {("transformers", "bf16"): 9, ("minillm", "compiled int4"): 30, ("llama.cpp", "Q4_1"): 9}
+
+
+def test_what_is_done_once_is_timed_apart(clock: Clock) -> None:
+    class Compiling(Fake):
+        def generate(self, prompts: list[list[int]], n: int) -> list[list[int]]:
+            if n > 1 and not any(length > 1 for length in asked):
+                clock.now += 15  # the first decode step is compiled
+            asked.append(n)
+            return super().generate(prompts, n)
+
+    asked: list[int] = []
+    engine = Compiling(clock, "minillm", "compiled int4", per_prompt_token=0.01, per_token=0.04)
+    assert peers.first_calls(engine, REQUEST) == pytest.approx(2.56 + 0.4 + 64 * 0.04 + 15)
+    assert asked == [1, REQUEST.new_tokens]  # a whole answer: a step further on may need a program of its own
+    assert peers.sample(engine, REQUEST).decode_tokens_per_s == pytest.approx(25)
+
+
 def test_it_says_where_minillm_is_slower_and_which_target_it_misses(five: list[Fake]) -> None:
     five[1].costs = (0.05, 0.11)  # fp32 decode 1.1 times as fast: faster, and below the target
     lines = peers.shortfalls(peers.summarize(five[:4], peers.measure(five[:4], REQUEST, rounds=1).samples)["ratios"])
@@ -281,6 +355,42 @@ def test_minillm_runs_its_newest_stage_for_one_prompt_and_for_several(monkeypatc
     passes.clear()
     engine.generate([[1, 2, 3], [4, 5, 6]], 2)  # all at once
     assert passes == [("SlottedCache", 6)] * 2 + [("SlottedCache", 2)] * 2
+
+
+TINY = known_model("tiny")  # groups of 32 divide its widths
+
+
+@pytest.mark.parametrize("precision, kind", [("int8", "FastInt8Linear"), ("int4", "FastInt4Linear")])
+def test_quantized_engines_run_the_same_stages_on_quantized_weights(precision: str, kind: str) -> None:
+    model = lively_model(TINY, dtype=torch.bfloat16)
+    engine, prompts = Quantized(model, precision), [random_prompt(12, 97, seed) for seed in range(3)]
+    assert (engine.name, engine.precision) == ("minillm", precision)
+    assert type(engine.model.blocks[0].attention.qkv).__name__ == kind and engine.model.dtype == torch.bfloat16
+    assert engine.generate(prompts[:1], 9) == [gqa.generate(quantize(model, precision), prompts[0], 9).tokens]
+    assert [len(answer) for answer in engine.generate(prompts, 9)] == [9] * 3
+
+
+def test_the_compiled_engine_is_the_kernels_stage_on_int4_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked, usual = lively_model(TINY), [], kernels.generate
+
+    def eager(model: Any, prompt: list[int], n: int) -> Any:
+        asked.append((type(model.blocks[0].attention.qkv).__name__, n))
+        return usual(model, prompt, n, compiled=False)
+
+    monkeypatch.setattr(kernels, "generate", eager)  # compiling is tested where the stage is
+    engine, prompt = Compiled(model), random_prompt(12, 97)
+    assert (engine.name, engine.precision) == ("minillm", "compiled int4")
+    assert engine.generate([prompt], 9) == [gqa.generate(quantize(model, "int4"), prompt, 9).tokens]
+    assert asked == [("FastInt4Linear", 9)]
+
+
+def test_eager_steps_never_go_by_the_name_of_compiled_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(fn: Any, device: torch.device) -> Any:
+        raise RuntimeError("there is no compiler here")
+
+    monkeypatch.setattr(kernels, "_compile", broken)
+    with pytest.raises(MinillmError, match=r"leave it out with --engines: .*there is no compiler here"):
+        Compiled(lively_model(TINY)).generate([[1, 2, 3]], 4)
 
 
 @needs_transformers
@@ -374,11 +484,52 @@ def test_peers_writes_its_result_whole(
     assert "how many times as fast" in capsys.readouterr().out
 
 
+@needs_transformers
+def test_one_command_runs_every_stage_and_every_peer_that_can_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = []
+
+    def invented(engine: Any, prompts: list[list[int]], n: int) -> float:
+        folders.append(os.environ.get("TORCHINDUCTOR_CACHE_DIR"))
+        return n * 0.01 + len(prompts[0]) * 1e-3
+
+    usual = kernels.generate
+    monkeypatch.setattr(kernels, "generate", lambda *args: usual(*args, compiled=False))
+    monkeypatch.setattr(peers, "seconds", invented)
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    path = tmp_path / "peers.json"
+    options = ["--model", "tiny", "--device", "cpu", "--dtypes", "fp32", "--rounds", "2", "--max-new-tokens", "8"]
+    assert peers.main([*options, "--prefill-prompt", "64", "--json", str(path)]) == 0
+    result = json.loads(path.read_text())
+    assert [(e["engine"], e["precision"]) for e in result["engines"]] == [
+        ("minillm", "fp32"), ("transformers", "fp32"), ("minillm", "int8"), ("minillm", "int4"), ("minillm", "compiled int4"),
+    ]  # fmt: skip
+    assert all(e["first_calls_s"] == pytest.approx(0.01 + 0.064 + 0.08 + 0.04) for e in result["engines"])
+    assert result["settings"]["activations_of_quantized"] == "bf16"
+    assert [(r["phase"], r["precision"], r["target"]) for r in result["ratios"]][-1] == ("decode", "compiled int4", 1.4)
+    # Compiled code is looked for in a folder that is empty at first and gone afterwards.
+    (folder,) = set(folders)
+    assert folder != before == os.environ.get("TORCHINDUCTOR_CACHE_DIR") and not Path(folder).exists()
+    assert "gpt-fast" not in capsys.readouterr().out  # whose GPU is nothing to set a CPU beside
+
+
+def test_on_a_gpu_published_figures_stand_apart_and_are_called_so(
+    five: list[Fake], capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = peers.summarize(five, peers.measure(five, REQUEST, rounds=1).samples)
+    result |= {"settings": {"batch": 1}, "agreement": [], "others_busy_cores": None}
+    peers.show(make_console(), result, torch.device("cuda"))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "published by gpt-fast, not measured here" in printed and "104.9" in printed and "68.5%" in printed
+
+
 @pytest.mark.parametrize(
     "options, status, words",
     [
         (["--engines", "vllm"], 2, "Unknown engine 'vllm'"),
         (["--model", "tiny", "--engines", "llama.cpp"], 2, "llama"),
+        (["--engines", "kernels", "--batch", "2"], 2, "kernels is run for one prompt at a time"),
         (["--model", "no-such-model"], 2, "Unknown model"),
         (["--model", "tiny", "--dtypes", "fp8"], 2, "Unknown dtype"),
         (["--model", "tiny", "--device", "abacus"], 2, "Unknown device"),
