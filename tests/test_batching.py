@@ -27,6 +27,7 @@ from minillm.roofline.counting import count
 from minillm.sampling import Sampler, greedy
 from minillm.stages import batching, naive, static_batching
 from minillm.stages.batching import Engine, Scheduler
+from minillm.stages.gqa import decode_attention
 from minillm.stages.slotted_cache import BLOCK, SlottedCache
 from minillm.stages.static_batching import PaddedCache
 
@@ -63,6 +64,75 @@ def texts(generations: list[Generation]) -> list[list[int]]:
 
 def alone(model: Transformer, prompt: list[int], n: int, **options: Any) -> list[int]:
     return naive.generate(model, prompt, n, **options).tokens
+
+
+class Columns:
+    """A recorder that keeps the tokens of all rows, and says stop after so many."""
+
+    def __init__(self, stop_after: int = 99) -> None:
+        self.columns: list[list[int]] = []
+        self.stop_after = stop_after
+
+    def add(self, tokens: Tensor) -> bool:
+        self.columns.append(tokens.tolist())
+        return len(self.columns) == self.stop_after
+
+
+# --- In lockstep -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("run", [static_batching.run, batching.run], ids=BATCHED)
+@torch.inference_mode()
+def test_rows_in_lockstep_equal_rows_alone_and_end_when_the_recorder_says_so(run: Any, model: Transformer) -> None:
+    prompts = [random_prompt(8, 97, seed) for seed in range(3)]
+    expected = [alone(model, prompt, 6) for prompt in prompts]
+    for stop_after, n in ((99, 6), (2, 2), (6, 6)):
+        recorder = Columns(stop_after)
+        run(model, torch.tensor(prompts), 6, greedy, recorder)
+        assert [list(row) for row in zip(*recorder.columns, strict=True)] == [row[:n] for row in expected]
+
+
+def test_lockstep_has_slots_of_exactly_the_length_that_it_needs(
+    model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Engine] = []
+    monkeypatch.setattr(batching, "Engine", lambda *args, **kwargs: made.append(Engine(*args, **kwargs)) or made[-1])
+    with torch.inference_mode():
+        batching.run(model, torch.tensor([[1, 2, 3], [4, 5, 6]]), 4, greedy, Columns())  # type: ignore[arg-type]
+    assert [(len(engine.cache.lengths), engine.cache.capacity) for engine in made] == [(2, 6)]  # the last is not fed
+
+
+@pytest.mark.parametrize(
+    ("prompts", "limits", "capacity"), [([[1, 2], [3, 4]], [3, 5], 6), ([[1], [2, 3, 4]], [4, 2], 6)]
+)
+def test_a_static_batch_has_exactly_the_capacity_that_it_needs(
+    prompts: list[list[int]], limits: list[int], capacity: int, model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    for kind in (static_batching.GroupedKVCache, PaddedCache):
+
+        class Noted(kind):  # type: ignore[misc, valid-type]
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                super().__init__(*args, **kwargs)
+                seen.append(self.capacity)
+
+        monkeypatch.setattr(static_batching, kind.__name__, Noted)
+    static_batching.generate(model, prompts, limits)
+    assert seen == [capacity]  # columns of the longest prompt, and of the longest answer but for its last token
+
+
+def test_only_decode_steps_of_a_padded_batch_load_a_key_once_a_group(
+    model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    widths = []
+
+    def noted(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None) -> Tensor:
+        widths.append(q.shape[2])
+        return decode_attention(q, k, v, visible)
+
+    monkeypatch.setattr(static_batching, "decode_attention", noted)
+    static_batching.generate(model, PROMPTS[:3], 5)
+    assert widths == [1] * 4 * model.config.n_layers
 
 
 # --- Each row as if alone --------------------------------------------------------------------------------------------

@@ -175,6 +175,16 @@ def test_random_weights_have_the_size_that_keeps_activations_as_they_are() -> No
             assert abs(parameter.mean().item()) < 5 / (columns * parameter.numel()) ** 0.5
 
 
+def test_random_weights_of_attention_repeat_none_of_the_others() -> None:
+    # Drawn from one seed they would be the same numbers in the same order: a correlation of 1, where chance gives 1/8.
+    model = random_latent_model(SHAPES["query latent"])
+    first = {name: p.flatten()[:64] for name, p in model.named_parameters() if p.dim() == 2}
+    attention = [name for name in first if ".attention." in name]
+    for a in attention:
+        for b in first.keys() - {a}:
+            assert abs(torch.corrcoef(torch.stack([first[a], first[b]]))[0, 1]) < 0.7
+
+
 # --- Hugging Face ----------------------------------------------------------------------------------------------------
 
 
