@@ -124,6 +124,22 @@ def price_of_compiling(result: Result) -> str:
 # --- among ourselves ------------------------------------------------------------------------------------------------------
 
 
+def steps(result: Result) -> Rows:
+    """Each precision by itself, with its decode step beside the prediction: of a result of `benchmarks/decode.py`."""
+    rows = [
+        (
+            row["precision"],
+            figures(row["decode_tokens_per_s"]),
+            f"{row['step']['measured_s']['median'] * 1e3:.3g}",
+            f"{row['step']['predicted_s'] * 1e3:.3g}",
+            figures(row["prefill_s"], 1e3),
+        )
+        for row in result["precisions"]
+        if "step" in row
+    ]
+    return Rows(("precision", "decode, tokens/s", "a step, ms", "predicted, ms", "prefill, ms"), rows)
+
+
 def gains(result: Result) -> Rows:
     """What chapters 5 and 6 promise, each beside minillm without it: of a result of `benchmarks/decode.py`."""
     rows = [

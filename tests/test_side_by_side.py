@@ -80,6 +80,14 @@ def test_gains_are_those_with_a_target_and_losses_all_that_is_slower_or_below():
     assert side_by_side.losses({"missed": missed[2:]}) == ["Nowhere slower."]
 
 
+def test_steps_stand_beside_their_predictions_in_milliseconds():
+    row = engine("int4 g32", 120, 0.0) | {"step": {"measured_s": spread(8.4e-3, 8e-3, 9e-3), "predicted_s": 5.31e-3}}
+    without_prediction = engine("Q4_1", 130, 0.0)
+    assert side_by_side.steps({"precisions": [row, without_prediction]}).rows == [
+        ("int4 g32", "120 (1 to 20,000)", "8.4", "5.31", "123 (100 to 1,500)")
+    ]
+
+
 def test_compiling_is_earned_back_by_what_each_token_saves():
     def said(compiled_tokens_per_s):
         engines = [engine("int4", 100, 2.0), engine("compiled int4", compiled_tokens_per_s, 17.0)]
