@@ -1023,18 +1023,13 @@ def combine_splits(tops, totals, mixes):
 
 
 def split_attention_cost(batch, context, n_heads, n_kv_heads, head_dim, split, element_bytes=2):
-    from minillm.roofline.counting import count
-    from minillm.stages.triton_kernels import split_attention, split_size
-
-    assert split == split_size(batch, n_kv_heads, context)
-    dtype = {2: torch.float16, 4: torch.float32}[element_bytes]
-    with torch.device("meta"):
-        q = torch.empty(batch, n_heads, 1, head_dim, dtype=dtype)
-        k = torch.empty(batch, n_kv_heads, context, head_dim, dtype=dtype)
-        lengths = torch.empty(batch, dtype=torch.int64)
-    splits = -(-context // split)
-    v = torch.empty_like(k)
-    return [count(lambda: split_attention(q, k, v, lengths)).bytes, splits * batch * n_kv_heads]
+    cuts = range(0, context, split)
+    moved = 0
+    for begin in cuts:
+        columns = min(split, context - begin)
+        moved += n_kv_heads * columns * 2 * head_dim * element_bytes  # keys and values
+        moved += 2 * n_heads * (2 + head_dim) * 4  # a partial result, there and back
+    return [batch * (moved + n_heads * 2 * head_dim * element_bytes + 8), batch * n_kv_heads * len(cuts)]
 
 
 @jit

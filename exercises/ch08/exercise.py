@@ -153,8 +153,8 @@ def attend_split(
     top = tl.full((ROWS,), -3e38, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     mix = tl.zeros((ROWS, D), tl.float32)
-    for block in range(0, SPLIT, BLOCK):
-        columns = split * SPLIT + block + tl.arange(0, BLOCK)
+    for block in range(0, SPLIT + BLOCK, BLOCK):  # blocks begin at multiples of BLOCK, a split need not
+        columns = split * SPLIT // BLOCK * BLOCK + block + tl.arange(0, BLOCK)
         seen = (columns >= start) & (columns < end)
         place = ((b * Hkv + kv_head) * S + columns)[:, None] * D + d[None, :]  # (BLOCK, D)
         keys = tl.load(k + place, mask=seen[:, None], other=0.0)

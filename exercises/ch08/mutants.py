@@ -141,6 +141,7 @@ MUTANTS = [
     Mutant("combine_splits", "Takes the maximum of all rows.", (SHARE, "share = (tops - tops.max()).exp()")),
     Mutant("combine_splits", "Takes tops for totals.", (TOTAL, "total = share.sum(-1, keepdim=True)")),
     Mutant("combine_splits", "Ignores tops.", (SHARE, "share = torch.ones_like(tops)"), says="their own split's top"),
+    Mutant("combine_splits", "Takes the top of the first split for the highest.", (SHARE, "share = (tops - tops[..., :1]).exp()"), says="NaN"),
     # split_attention_cost
     Mutant("split_attention_cost", "Forgets that partial results are read.", ("2 * 4 * partials", "4 * partials"), says="second one reads"),
     Mutant("split_attention_cost", "Forgets partial results.", ("2 * 4 * partials + 8", "8"), says="written and read"),
@@ -168,6 +169,8 @@ MUTANTS = [
     Mutant("attend_split", "Ends a column late.", (END, "end = tl.minimum((split + 1) * SPLIT, length + 1)")),
     Mutant("attend_split", "Ends each split where the cache ends.", (END, "end = tl.minimum((split + 1) * SPLIT, S)"), says="NaN"),
     Mutant("attend_split", "Counts the window from the end of the split.", (START, "start = tl.maximum(split * SPLIT, (split + 1) * SPLIT - window)")),
+    Mutant("attend_split", "Ends each split where the row ends.", (END, "end = length")),
+    Mutant("attend_split", "Begins each split where the window begins.", (START, "start = length - window")),
     Mutant("attend_split", "Leaves out the last column of a split.", (END, "end = tl.minimum((split + 1) * SPLIT - 1, length)")),
     # int4_row
     Mutant("int4_row", "Exchanges the halves of a byte.", ("(tile >> 4).to", "(tile & 15).to"), ("(tile & 15).to", "(tile >> 4).to"), says="upper half"),

@@ -291,6 +291,7 @@ def static_hint(got: Tensor, q: Tensor, k: Tensor, v: Tensor, i: int, first: int
         "Query head h reads KV head h // G.": (
             q[:, :, now].unflatten(1, (G, -1)).transpose(1, 2).flatten(1, 2), k[:, :, seen], v[:, :, seen]
         ),
+        "Scores are divided by sqrt(D).": (q[:, :, now] * q.shape[-1] ** 0.5, k[:, :, seen], v[:, :, seen]),
         "A window hides columns: `visible` says which.": (q[:, :, now], k[:, :, : i + 1], v[:, :, : i + 1]),
         "Columns are hidden that hold nothing yet: `visible` says which.": (
             q[:, :, now], torch.cat([k[:, :, : i + 1], empty], 2), torch.cat([v[:, :, : i + 1], empty], 2)
@@ -368,29 +369,38 @@ def partial_results(scores: Tensor, values: Tensor, cuts: list[int]) -> tuple[Te
     return torch.stack(tops, -1).float(), torch.stack(totals, -1).float(), torch.stack(mixes, -2).float()
 
 
+WHOLE_ROWS = [
+    (1, 1, 6, 3, [3], 1.0, 0.0, 6),
+    (2, 3, 40, 4, [10, 20, 30], 2.0, 0.0, 40),
+    (1, 2, 30, 5, [1, 4, 25], 2.0, 0.0, 30),  # ragged
+    (2, 2, 12, 4, [], 1.0, 0.0, 12),  # one split alone
+    (1, 2, 20, 4, [5, 10, 15], 40.0, 900.0, 20),  # exp overflows
+    (1, 2, 20, 4, [5, 10, 15], 40.0, -900.0, 20),  # and underflows
+    (2, 2, 32, 4, [8, 16, 24], 1.0, 0.0, 9),  # the last splits saw nothing
+    (2, 2, 32, 4, [8, 16, 24], 1.0, -50.0, 9),  # whose top must not be taken for the highest
+    (1, 2, 32, 3, [8, 16, 24], 1.0, 0.0, 0),  # nobody saw anything
+    (1, 2, 64, 3, list(range(1, 64)), 3.0, 10.0, 64),
+]
+
+
 @exercise(points=2)
 def test_combine_splits(combine_splits):
     generator = torch.Generator().manual_seed(28)
-    # B, Hq, S, D, where it is cut, size of the scores, their mean, columns that are seen
-    cases = [
-        (1, 1, 6, 3, [3], 1.0, 0.0, 6),
-        (2, 3, 40, 4, [10, 20, 30], 2.0, 0.0, 40),
-        (1, 2, 30, 5, [1, 4, 25], 2.0, 0.0, 30),  # ragged
-        (2, 2, 12, 4, [], 1.0, 0.0, 12),  # one split alone
-        (1, 2, 20, 4, [5, 10, 15], 40.0, 900.0, 20),  # exp overflows
-        (1, 2, 20, 4, [5, 10, 15], 40.0, -900.0, 20),  # and underflows
-        (2, 2, 32, 4, [8, 16, 24], 1.0, 0.0, 9),  # the last splits saw nothing
-        (2, 2, 32, 4, [8, 16, 24], 1.0, -50.0, 9),  # whose top must not be taken for the highest
-        (1, 2, 32, 3, [8, 16, 24], 1.0, 0.0, 0),  # nobody saw anything
-        (1, 2, 64, 3, list(range(1, 64)), 3.0, 10.0, 64),
+    # B, Hq, S, D, where it is cut, size of the scores, their mean, columns that are seen, and how many before them are not
+    cases: list[tuple[int, int, int, int, list[int], float, float, int, int]] = [
+        *((*case, 0) for case in WHOLE_ROWS),
+        (1, 2, 32, 4, [8, 16, 24], 1.0, 0.0, 12, 18),  # the first splits saw nothing: a window
+        (1, 2, 24, 4, [8, 16], 1.0, 20.0, 8, 8),  # nor did the last
     ]
-    for B, Hq, S, D, cuts, size, mean, n_seen in cases:
+    for B, Hq, S, D, cuts, size, mean, n_seen, n_hidden in cases:
         scores = torch.randn(B, Hq, S, generator=generator, dtype=torch.float64) * size + mean
-        scores[..., n_seen:] = -torch.inf
+        seen = slice(n_hidden, n_hidden + n_seen)
+        scores[..., :n_hidden] = scores[..., seen.stop :] = -torch.inf
+        if n_hidden:
+            scores[..., seen] += torch.arange(n_seen) * 20  # later splits have far higher scores
         values = torch.randn(B, Hq, S, D, generator=generator, dtype=torch.float64) + 1
         tops, totals, mixes = partial_results(scores, values, cuts)
-        seen = scores[..., :n_seen]
-        due = (seen.softmax(-1)[..., None] * values[..., :n_seen, :]).sum(-2)
+        due = (scores[..., seen].softmax(-1)[..., None] * values[..., seen, :]).sum(-2)
         t, n, m = tops.double(), totals.double(), mixes.double()
         share = (t - t.amax(-1, keepdim=True)).exp()
         own = m / n.clamp_min(1e-30)[..., None]
@@ -417,23 +427,30 @@ def test_combine_splits(combine_splits):
         answer.tensor(due, likely, atol=2e-4)
 
 
+def counted_bytes(B: int, S: int, Hq: int, Hkv: int, D: int, size: int) -> int:
+    """What minillm counts for `split_attention`, on tensors of shapes alone."""
+    with torch.device("meta"):
+        dtype = torch.float32 if size == 4 else torch.bfloat16
+        q, k, v = (torch.empty(shape, dtype=dtype) for shape in ((B, Hq, 1, D), (B, Hkv, S, D), (B, Hkv, S, D)))
+        lengths = torch.empty(B, dtype=torch.int64)
+    return count(lambda: split_attention(q, k, v, lengths)).bytes
+
+
 @exercise(points=2)
 def test_split_attention_cost(split_attention_cost):
+    # B, S, Hq, Hkv, D, bytes of a number, columns of a split: minillm's own choice where there is none
     cases = [
-        (1, 8192, 32, 8, 128, 2), (1, 1000, 9, 3, 64, 4), (4, 512, 16, 16, 64, 2), (2, 2048, 32, 4, 80, 2),
-        (16, 100, 8, 2, 64, 2), (1, 32768, 32, 8, 128, 2), (3, 65, 6, 1, 32, 4), (1, 64, 4, 4, 16, 2), (8, 8000, 64, 8, 128, 2),
+        (1, 8192, 32, 8, 128, 2, 0), (1, 1000, 9, 3, 64, 4, 0), (4, 512, 16, 16, 64, 2, 0), (2, 2048, 32, 4, 80, 2, 0),
+        (16, 100, 8, 2, 64, 2, 0), (1, 32768, 32, 8, 128, 2, 0), (3, 65, 6, 1, 32, 4, 0), (8, 8000, 64, 8, 128, 2, 0),
+        (1, 8192, 32, 8, 128, 2, 3000), (2, 700, 12, 4, 64, 4, 100), (1, 64, 4, 4, 16, 2, 1000), (3, 129, 6, 2, 32, 2, 64),
     ]  # fmt: skip
     evidence = {"bytes": Evidence(rtol=1e-9), "programs": Evidence(rtol=1e-9)}
-    for B, S, Hq, Hkv, D, size in cases:
-        split = split_size(B, Hkv, S)
-        dtype = torch.float32 if size == 4 else torch.bfloat16
-        q = torch.empty(B, Hq, 1, D, dtype=dtype, device="meta")
-        k, v = torch.empty(2, B, Hkv, S, D, dtype=dtype, device="meta")
-        lengths = torch.empty(B, dtype=torch.int64, device="meta")
-        counted = count(lambda q=q, k=k, v=v, lengths=lengths: split_attention(q, k, v, lengths)).bytes
+    for B, S, Hq, Hkv, D, size, chosen in cases:
+        split = chosen or split_size(B, Hkv, S)
         splits = math.ceil(S / split)
         kv, partial = 2 * B * Hkv * S * D * size, 4 * B * Hq * splits * (D + 2)
         ends = 2 * B * Hq * D * size + 8 * B
+        due = ends + kv + 2 * partial if chosen else counted_bytes(B, S, Hq, Hkv, D, size)
         likely = {
             "What the first kernel writes the second one reads.": ends + kv + partial,
             "Tops, totals and mixes are written and read as well.": ends + kv,
@@ -455,7 +472,7 @@ def test_split_attention_cost(split_attention_cost):
         value = answer.value
         if not isinstance(value, (tuple, list)) or len(value) != 2:
             raise answer.wrong("must return two numbers: bytes, and programs.")
-        evidence["bytes"].add(Answer(f"{answer.label}, bytes,", value[0]), counted, likely)
+        evidence["bytes"].add(Answer(f"{answer.label}, bytes,", value[0]), due, likely)
         programs = {
             "A program takes all query heads of a KV head.": B * Hq * splits,
             "The last split is a short one, and counts.": B * Hkv * (S // split),
@@ -476,9 +493,18 @@ def test_attend_split(attend_split, attend_in_splits):
     cases = [
         (1, 4, 2, 8, 24, [24], 99, 24),  # which head reads which
         (1, 6, 2, 4, 20, [20], 99, 8),  # three rows in a tile of four, a last split that is short
-        (2, 2, 2, 8, 32, [32, 11], 99, 16),  # ragged, splits of which nothing is seen
-        (2, 4, 1, 4, 30, [25, 7], 10, 8),  # a window that begins inside a split
-        (2, 2, 1, 8, 16, [40, 0], 99, 8),  # a length that is stale, and one of 0
+        (
+            2,
+            2,
+            2,
+            8,
+            32,
+            [32, 11],
+            99,
+            12,
+        ),  # ragged; splits that begin and end inside a block, and one that sees nothing
+        (2, 4, 1, 4, 30, [25, 7], 10, 10),  # a window that begins inside a split
+        (2, 2, 1, 8, 16, [40, 0], 99, 5),  # a length that is stale, and one of 0
         (1, 3, 3, 4, 24, [17], 1, 8),
         (1, 4, 2, 4, 24, [16], 8, 8),  # a window that is one split
     ]
