@@ -741,7 +741,7 @@ def test_a_custom_operator_registers_its_own_formula() -> None:
         def _fused(out: Tensor, x: Tensor, w: Tensor) -> Formula:
             return Formula(7 * out.numel(), [*whole(x), (w, 10)], 20)
 
-        assert list(count(lambda: fused(X, w))) == [(Operator("minillm_test::fused", "6x8, 8x8", 336, 202, 20, 202), 1)]
+        assert list(count(lambda: fused(X, w))) == [(Operator("fused", "6x8, 8x8", 336, 202, 20, 202), 1)]
 
 
 def test_touched_counts_repeated_elements_once() -> None:

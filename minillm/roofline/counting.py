@@ -346,7 +346,8 @@ class CountingMode(TorchDispatchMode):
             return None
         ideal = sum(n for x, n in cost.reads if self._is_weight_or_cache(x))
         shape = ", ".join("x".join(map(str, x.shape)) for x in inputs if x.dim())
-        name = func._schema.name.removeprefix("aten::").removeprefix("mkldnn::").strip("_").removesuffix("_pointwise")
+        name = func._schema.name.rpartition("::")[2]  # without its library, such as aten or mkldnn
+        name = name.strip("_").removesuffix("_pointwise")
         return Operator(name, shape, cost.flops, read, cost.written, ideal)
 
     def _is_weight_or_cache(self, x: Tensor) -> bool:
