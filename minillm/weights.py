@@ -8,7 +8,7 @@ than it takes to copy it:
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -151,13 +151,20 @@ def random_model(
     """
     device = torch.device(device)
     model = empty_model(config, device, dtype)
+    fill_randomly(model.named_parameters(), config.n_layers, device, seed)
+    return model
+
+
+def fill_randomly(
+    parameters: Iterable[tuple[str, nn.Parameter]], n_layers: int, device: torch.device, seed: int
+) -> None:
+    """Norms become 1 and weights random, in the sizes that `random_model` says."""
     generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters:
         if "norm" in name:
             parameter.fill_(1.0)
             continue
         std = parameter.shape[-1] ** -0.5
         if name.endswith(("attention.o.weight", "mlp.down.weight")):
-            std /= math.sqrt(2 * config.n_layers)
+            std /= math.sqrt(2 * n_layers)
         parameter.normal_(0.0, std, generator=generator)
-    return model

@@ -35,7 +35,7 @@ from minillm.sampling import SamplerLike, greedy
 from minillm.stages.gqa import decode_attention
 from minillm.stages.kv_cache import prefill_and_decode
 from minillm.stages.naive import causal_attention
-from minillm.weights import random_model
+from minillm.weights import fill_randomly, random_model
 
 
 class LatentAttention(nn.Module):
@@ -83,17 +83,12 @@ def random_latent_model(
 ) -> Transformer:
     """An ordinary `Transformer` whose blocks attend through latents, with random weights as `random_model` makes them."""
     model = random_model(config, seed=seed, device=device, dtype=dtype)
-    generator = None if model.device.type == "meta" else torch.Generator(model.device).manual_seed(seed + 1)
     for block in model.blocks:
         with torch.device("meta"):  # without the values of a default initialization
             attention = LatentAttention(config).to(dtype).requires_grad_(False)
         block.attention = attention.to_empty(device=model.device)
-        for name, parameter in attention.named_parameters():
-            if "norm" in name:
-                parameter.fill_(1.0)
-                continue
-            columns = parameter.shape[1] * (2 * config.n_layers if name == "o.weight" else 1)
-            parameter.normal_(0.0, columns**-0.5, generator=generator)
+    new = [(name, parameter) for name, parameter in model.named_parameters() if ".attention." in name]
+    fill_randomly(new, config.n_layers, model.device, seed + 1)
     return model
 
 
