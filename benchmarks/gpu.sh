@@ -1,21 +1,26 @@
 #!/usr/bin/env bash
 # What is to be checked and measured on a CUDA machine, in one prepared script:
 #
-#     benchmarks/gpu.sh [tests|tiny|llama|batching|smollm|peers|all]...     (default: all = tests, tiny, llama, batching)
+#     benchmarks/gpu.sh [PART]...     (default: all = tests, decode, operators, counters, tiny, llama, batching)
 #
-#     tests    the tests marked gpu
-#     tiny     the tour of every stage on a tiny model with random weights
-#     llama    the tour of every stage in the shape of Llama-3-8B with random weights, for a short and a long prompt; the ceilings
-#     batching in the shape of Llama-3-8B: a trace of 32 requests, batches of 1 to 64, and contexts of 512 to 8,000 tokens
-#     smollm   the tour of every stage on SmolLM2-135M; its weights are random unless its file is in the cache
-#     peers    beside Hugging Face transformers, on the same
+#     tests     the tests marked gpu: the CPU's fp32 tokens and logits, no waiting, steps that are captured and compiled
+#     decode    in the shape of Llama-3-8B: launched steps in bf16, int8 and int4 beside their targets; every stage, batches and
+#               contexts, beside their predictions
+#     operators products and attention by PyTorch's kernels and by Triton's; tile sizes
+#     counters  DRAM bytes of a decode step by the GPU's counters, where ncu can read them, beside the counted bytes
+#     tiny      the tour of every stage on a tiny model with random weights
+#     llama     the tour of every stage in the shape of Llama-3-8B with random weights, for a short and a long prompt; the ceilings
+#     batching  in the shape of Llama-3-8B: a trace of 32 requests, batches of 1 to 64, and contexts of 512 to 8,000 tokens
+#     smollm    the tour of every stage on SmolLM2-135M; its weights are random unless its file is in the cache
+#     peers     beside Hugging Face transformers, on the same
 #
 # It needs Python 3.11 or newer with the packages of pyproject.toml; minillm need not be installed. Without a network, put wheels
 # of what is missing into .whl/ in the repository's root. A part that fails does not stop the next one; the exit status tells.
 #
 # Environment: OUT (folder of the results, benchmarks/results/gpu-DATE), DEVICE (cuda), PYTHON (python3), LIMIT (seconds that one
-# command may take, 180), BIG (random:llama-3-8b; a smaller model of 1,100 positions or more proves these parts on
-# a CPU), BATCHES and CONTEXTS of part batching.
+# command may take, 180; decode, operators and counters begin nothing new in the last 30), BIG (random:llama-3-8b; a smaller
+# model of 1,100 positions or more proves these parts on a CPU), BATCHES and CONTEXTS of the parts decode, operators and batching,
+# ONLY (a regular expression: what of these parts is measured, by the names that they print).
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
@@ -24,7 +29,8 @@ PYTHON=${PYTHON:-python3}
 OUT=${OUT:-benchmarks/results/gpu-$(date +%Y-%m-%d)}
 LIMIT=${LIMIT:-180}
 BIG=${BIG:-random:llama-3-8b}
-PARTS=(tests tiny llama batching smollm peers)
+ALL=(tests decode operators counters tiny llama batching)
+PARTS=("${ALL[@]}" smollm peers)
 export PYTHONUNBUFFERED=1
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 
@@ -38,7 +44,7 @@ choose_parts() {
   local part
   for part in "${@:-all}"; do
     if [[ $part == all ]]; then
-      chosen+=(tests tiny llama batching)
+      chosen+=("${ALL[@]}")
     elif [[ " ${PARTS[*]} " == *" $part "* ]]; then
       chosen+=("$part")
     else
@@ -93,8 +99,31 @@ part_tests() {
     echo "The file of smollm2-135m is not in the cache: the tests that need it are left out."
     without=(-k "not smollm2")
   fi
-  limited -m pytest -m gpu "${without[@]}" -p no:cacheprovider -q
+  # By name, what matters most first: others would be imported for nothing.
+  limited -m pytest -m gpu "${without[@]}" -p no:cacheprovider -q --durations=5 \
+    tests/test_cuda.py tests/test_triton_kernels.py tests/test_quantization.py tests/test_ceilings.py
 }
+
+# A measured part draws its picture last. Its JSON grows with every measurement: one that was ended has a picture too.
+measured() {
+  local part=$1 status=0 dtype=bf16 seconds=$((LIMIT > 60 ? LIMIT - 30 : LIMIT / 2))
+  if [[ $DEVICE == cpu ]]; then # a proof of the script: Triton's interpreter multiplies no bf16
+    dtype=fp32
+    export TRITON_INTERPRET=1
+  fi
+  limited "benchmarks/gpu_$part.py" --model "$BIG" --device "$DEVICE" --dtype $dtype --out "$OUT" --seconds $seconds \
+    --batches "${BATCHES:-1,8,64}" --contexts "${CONTEXTS:-512,4096,32768}" --only "${ONLY:-}" || status=1
+  if [[ -f $OUT/$part.json && ! $OUT/$part.png -nt $OUT/$part.json ]]; then
+    limited benchmarks/gpu_plot.py "$OUT/$part.json" || status=1
+  fi
+  return $status
+}
+
+part_decode() { measured decode; }
+
+part_operators() { measured operators; }
+
+part_counters() { measured counters; }
 
 part_tiny() {
   minillm tour --model tiny --device "$DEVICE" --dtype fp32 --json "$OUT/tiny.json" --plot "$OUT/tiny.png"
