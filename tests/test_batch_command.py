@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from test_cli import assert_one_sentence, process, run  # noqa: F401
 
 import minillm
 from minillm.answer_file import AnswerFile, answered
+from minillm.errors import MinillmError
 from minillm.sampling import Sampler
 from minillm.stages import kv_cache, naive
 
@@ -370,6 +372,35 @@ def test_two_runs_do_not_write_into_one_file(run: Run, prompts: Path) -> None:  
     assert_one_sentence(error)
     assert (status, "Another run is writing" in error) == (1, True)
     assert run("batch", str(prompts), *MODEL)[0] == 0
+
+
+def test_without_locks_answers_are_written_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows has no fcntl, and some network file systems have it and no locks."""
+
+    def no_locks(file: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    with AnswerFile(tmp_path / "a", {"x": "hi", "y": "ho"}) as answers:
+        answers.append("x", {"text": "one"})
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    with AnswerFile(tmp_path / "a", {"x": "hi", "y": "ho"}) as answers:
+        assert answers.done == {"x"}
+        answers.append("y", {"text": "two"})
+    assert answered(tmp_path / "a", {"x": "hi", "y": "ho"}) == {"x", "y"}
+
+
+def test_a_file_that_cannot_be_opened_or_read_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MinillmError, match=r"could not be written \(No such file or directory\): name a file"):
+        AnswerFile(tmp_path / "nowhere" / "a", {})
+    (tmp_path / "a").touch()
+
+    def broken(self: Path) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(Path, "read_bytes", broken)
+    with pytest.raises(MinillmError, match=r"cannot be read \(Input/output error\): name another file with --out"):
+        answered(tmp_path / "a", {})
 
 
 @pytest.mark.parametrize("room", [0, 1, 200, 400])

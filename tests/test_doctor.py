@@ -358,6 +358,66 @@ def test_a_kernel_of_another_environment_is_found(tmp_path: Path, monkeypatch: p
     assert machine._kernel() is None
 
 
+def test_without_jupyter_or_a_kernel_of_its_own_there_is_no_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
+
+    def none(self: object, name: str) -> None:
+        raise NoSuchKernel(name)
+
+    monkeypatch.setattr(KernelSpecManager, "get_kernel_spec", none)
+    assert machine._kernel() is None
+    monkeypatch.setitem(sys.modules, "jupyter_client.kernelspec", None)  # as if it were not installed
+    assert machine._kernel() is None
+
+
+def test_where_linux_keeps_no_version_of_the_driver_nvidia_smi_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(self: Path, *args: object) -> str:
+        raise OSError
+
+    monkeypatch.setattr(Path, "read_text", unreadable)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert machine._driver() is None
+    tool = tmp_path / "nvidia-smi"
+    for script, version in {
+        "#!/bin/sh\necho 535.104.05\n": "535.104.05",
+        "#!/bin/sh\nexit 9\n": None,
+        "": None,
+    }.items():
+        tool.write_text(script)  # the last cannot be run at all
+        tool.chmod(0o755)
+        assert machine._driver() == version
+
+
+@pytest.mark.parametrize(
+    ("status", "number", "cuda"), [(0, 12040, (12, 4)), (0, 13000, (13, 0)), (0, 0, None), (100, 12040, None)]
+)
+def test_the_library_of_the_driver_says_which_cuda_it_serves(
+    monkeypatch: pytest.MonkeyPatch, status: int, number: int, cuda: tuple[int, int] | None
+) -> None:
+    class Library:
+        def cuDriverGetVersion(self, place: Any) -> int:
+            place._obj.value = number
+            return status
+
+    monkeypatch.setattr(machine.ctypes, "CDLL", lambda name: Library())
+    assert machine._driver_cuda() == cuda
+
+
+def test_a_gpu_is_described_by_what_pytorch_says_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, answer in {
+        "get_device_name": "Tesla T4", "get_device_capability": (7, 5), "mem_get_info": (14 * GB, 15 * GB)
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda device=None, answer=answer: answer)
+    monkeypatch.setattr(machine, "pick_dtype", lambda dtype, device: torch.float16)
+    monkeypatch.setattr(machine, "refused_stages", lambda device: {"quantization": f"not on {device}"})
+    found = machine._gpu(1)
+    assert found == Processor("cuda:1", "Tesla T4", (7, 5), 14 * GB, "fp16", {"quantization": "not on cuda:1"})
+
+
 def test_the_compiler_that_was_chosen_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("g++", "my-compiler"):
         (tmp_path / name).write_text("#!/bin/sh\n")
