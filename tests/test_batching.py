@@ -78,6 +78,24 @@ class Columns:
         return len(self.columns) == self.stop_after
 
 
+@pytest.mark.parametrize(("act", "left"), [(lambda cache: cache.clear(0), 0), (lambda cache: cache.move(1, 0), 3)])
+def test_what_a_slot_no_longer_holds_is_zero(
+    act: Callable[[SlottedCache], None], left: int, model: Transformer
+) -> None:
+    # Hidden columns are multiplied by 0: what overflowed there would come back as NaN.
+    cache = SlottedCache(model, 2, 9)
+    cache.pack([5, 3])
+    for memory in (cache.keys, cache.values):
+        memory[:, 0, :, :5] = math.inf
+        memory[:, 1, :, :3] = 1.0
+    act(cache)
+    for memory in (cache.keys, cache.values):
+        assert (memory[:, 0, :, :left] == 1).all()
+        assert (memory[:, 0, :, left:5] == 0).all()
+        assert (memory[:, 1, :, :3] == 1).all()
+    assert cache.lengths == [left, 3]
+
+
 # --- In lockstep -----------------------------------------------------------------------------------------------------
 
 

@@ -320,6 +320,17 @@ def test_full_cache_refuses_and_keeps_what_it_has(absorbed: bool, models: dict[s
         assert (model(tokens[:, 8:], cache) - direct_logits(model, tokens)[:, 8:]).abs().max() < 1e-10
 
 
+def test_a_generation_makes_a_cache_of_exactly_the_capacity_that_it_needs(
+    models: dict[str, Transformer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[LatentCache] = []
+    monkeypatch.setattr(
+        mla, "LatentCache", lambda *args, **kwargs: made.append(LatentCache(*args, **kwargs)) or made[-1]
+    )
+    mla.generate(models["query latent"], [1, 2, 3], 5)
+    assert [cache.capacity for cache in made] == [7]  # the last new token is not fed
+
+
 def test_a_model_without_latents_is_refused() -> None:
     model = random_model(ModelConfig("plain", 1, 16, 2, 1, 8, 16, 11, 32))
     for attempt in (lambda: LatentCache(model, 4), lambda: mla.generate(model, [1], 2)):

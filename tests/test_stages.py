@@ -25,11 +25,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from minillm import stages
 from minillm.errors import MinillmError, UsageError
 from minillm.generation import Generation
 from minillm.model import Transformer
 from minillm.sampling import Sampler, greedy
-from minillm.stages import kv_cache, naive
+from minillm.stages import gqa, kv_cache, naive
 from minillm.stages.kv_cache import KVCache
 
 DTYPES = [torch.float32, torch.float64]
@@ -241,6 +242,34 @@ def test_prompt_and_answer_may_fill_the_model_positions_exactly(generate: Stage,
         generate(model, random_prompt(positions - 2, 97), 4)
 
 
+@pytest.mark.parametrize(("stage", "kind"), [(kv_cache, "KVCache"), (gqa, "GroupedKVCache")], ids=["kv_cache", "gqa"])
+def test_a_generation_makes_a_cache_of_exactly_the_capacity_that_it_needs(
+    stage: Any, kind: str, model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    right = getattr(stage, kind)
+
+    def make(model: Transformer, capacity: int, batch: int = 1) -> Any:
+        seen.append(capacity)
+        return right(model, capacity, batch)
+
+    monkeypatch.setattr(stage, kind, make)
+    stage.generate(model, [1, 2, 3], 5)
+    assert seen == [7]  # the last new token is not fed
+
+
+def test_only_decode_steps_of_gqa_load_a_key_once_a_group(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    right, widths = gqa.decode_attention, []
+
+    def noted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        widths.append(q.shape[2])
+        return right(q, k, v)
+
+    monkeypatch.setattr(gqa, "decode_attention", noted)
+    gqa.generate(model, [1, 2, 3], 5)
+    assert widths == [1] * 4 * model.config.n_layers
+
+
 @every_shape
 @pytest.mark.parametrize("spare", [1, 3, 64])
 def test_results_do_not_depend_on_spare_capacity(shape: str, spare: int, models: Models) -> None:
@@ -432,6 +461,22 @@ def test_stop_tokens_may_be_any_collection_of_ids(generate: Stage, model: Transf
 def test_stop_tokens_that_are_no_collection_of_ids_are_refused(generate: Stage, stop: Any, model: Transformer) -> None:
     with pytest.raises(UsageError, match="give a collection of token ids") as error:
         generate(model, [3, 1, 4], 6, stop_tokens=stop)
+    assert is_one_sentence(str(error.value))
+
+
+def test_a_stage_runs_the_model_as_it_is_or_as_it_prepares_it() -> None:
+    plain = lively_model(SHAPES["llama"])
+    assert stages.known_stage("gqa").prepared(plain) is plain
+    assert stages.known_stage("quantization").prepared(plain) is not plain
+    stages._int8_drafter.cache_clear()
+    assert stages.known_stage("speculative").prepared(plain) is plain
+    assert stages._int8_drafter.cache_info().currsize == 1  # its twin is made before the clock starts
+    stages._int8_drafter.cache_clear()
+
+
+def test_an_unknown_stage_is_refused_by_name() -> None:
+    with pytest.raises(UsageError, match="Unknown stage 'gpa': choose one of naive, kv_cache, gqa") as error:
+        stages.known_stage("gpa")
     assert is_one_sentence(str(error.value))
 
 
