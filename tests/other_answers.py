@@ -890,7 +890,7 @@ def draft_from_cache(text, held, run, roll_back, count):
 
 
 def accept_greedy(choices, drafts):
-    logits = torch.nn.functional.one_hot(torch.tensor(choices), 64).float()
+    logits = torch.nn.functional.one_hot(torch.tensor(choices), 50_000).float()
     tokens, a = speculative.accept_greedy(logits, torch.tensor(drafts))
     return tokens[: a + 1].tolist()
 

@@ -60,6 +60,11 @@ def test_ngram_draft(ngram_draft):
         ([1, 2, 3, 1, 2], 4, 8, 2),  # more tokens to look for than there are
         ([0, 1, 0, 5, 0, 1, 0], 2, 4, 3),
         ([2, 3, 4, 5, 6, 2, 3, 4], 3, 2, 2),
+        ([12, 3, 7, 5, 1, 23], 2, 2, 2),  # 12 3 is not 1 23
+        ([11, 23, 7, 5, 1, 23], 2, 2, 2),
+        ([31, 0, 7, 5, 0, 1], 2, 2, 2),
+        ([1, 2, 3, 4, 5, 6, 9, 8, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4, 5, 6], 2, 6, 2),  # six tokens go before five
+        ([49151, 300, *range(1000, 1400), 49151, 300], 20, 3, 2),  # far behind
     ]
     generator = np.random.default_rng(6)
     for _ in range(60):
@@ -159,7 +164,7 @@ def test_draft_from_cache(draft_from_cache):
         plans.append([(k, int(generator.integers(0, k + 1))) for k in counts])
     for seed, plan in enumerate(plans):
         cache = ToyCache(seed)
-        text = generator.integers(0, 50, 1 + seed * 3 % 8).tolist()
+        text = generator.integers(0, 50, 120 if seed % 5 == 3 else 1 + seed * 3 % 8).tolist()
         for count, accepted in plan:
             cache.begin(text)
             answer = ask(draft_from_cache, text, len(cache.content), cache.run, cache.roll_back, count)
@@ -191,6 +196,8 @@ def test_accept_greedy(accept_greedy):
         ([0, 0, 0, 1], [0, 0, 1]),
         ([5, 5, 5, 5, 5], [5, 5, 5, 5]),
         ([1, 2, 3, 4, 5], [1, 2, 3, 9]),
+        (list(range(40_000, 40_021)), list(range(40_000, 40_020))),  # a long run, of large ids
+        (list(range(40_000, 40_021)), [*range(40_000, 40_015), 7, 40_016, 40_017, 40_018, 40_019]),
     ]
     generator = np.random.default_rng(26)
     for _ in range(30):
@@ -220,7 +227,7 @@ def test_accept_greedy(accept_greedy):
 @exercise(points=1)
 def test_tokens_to_trim(tokens_to_trim):
     evidence = {"target": Evidence(), "drafter": Evidence()}
-    for k in (4, 1, 2, 3, 5, 6, 7, 8):
+    for k in (4, 1, 2, 3, 5, 6, 7, 8, 20):
         for a in range(k + 1):
             drafts = [f"draft {i}" for i in range(k)]
             caches = (["last", *drafts], ["last", *drafts[:-1]])
@@ -374,6 +381,8 @@ def test_speculate(speculate):
     cases += [("perfect", limit, 4, "") for limit in (1, 2, 5, 6, 9, 10)] + [
         ("half right", 3, 8, ""),
         ("shy", 1, 3, ""),
+        ("half right", 120, 5, ""),
+        ("perfect", 100, 16, ""),
     ]
     for _ in range(20):
         kind, limit, lookahead = str(generator.choice(KINDS)), *generator.integers(1, (40, 9)).tolist()
@@ -793,6 +802,7 @@ def test_speedup_at_batch(speedup_at_batch):
         (smol, 4, 2000, 0.9, 15, CPU, 4.0),
         (smol, 30, 100, 1.0, 2, CPU, 2.0),
         (llama_2, 64, 1000, 0.0, 5, A100, 2.0),
+        (llama_2, 64, 20, 0.9, 15, A100, 2.0),  # a short context, beside which the tokens that are run would be many
         (qwen, 200, 300, 0.6, 1, A100, 1.0),
         (large, 16, 4000, 0.75, 8, A100, 0.5),
         (large, 300, 20, 0.95, 0, A100, 2.0),  # no guesses: plain decoding
