@@ -40,10 +40,7 @@ def parse_line(line: bytes, most: int = MAX_LINE_BYTES) -> object:
         raise UsageError(f"It has more than {most >> 20} MiB.")
     try:
         return json.loads(line)
-    except (
-        ValueError,
-        RecursionError,
-    ):  # no JSON, no UTF-8, a number of 5,000 digits; brackets in brackets in brackets
+    except (ValueError, RecursionError):  # or no UTF-8, a number of 5,000 digits; brackets in brackets in brackets
         raise UsageError("It is not valid JSON.") from None
 
 

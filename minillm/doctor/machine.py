@@ -37,9 +37,7 @@ class Processor:
     capability: tuple[int, int]
     memory: int | None  # that is free, None where nobody says
     dtype: str  # the default one
-    refused: dict[str, str] = field(
-        default_factory=dict
-    )  # stages that it cannot run in that dtype, each with the reason
+    refused: dict[str, str] = field(default_factory=dict)  # stages that it cannot run in it, each with the reason
 
 
 @dataclass(frozen=True)
