@@ -99,8 +99,10 @@ part_tests() {
     echo "The file of smollm2-135m is not in the cache: the tests that need it are left out."
     without=(-k "not smollm2")
   fi
+  local processes=()
+  "$PYTHON" -c 'import xdist' 2>/dev/null && processes=(-n 4) # kernels are compiled at the same time
   # By name, what matters most first: others would be imported for nothing.
-  limited -m pytest -m gpu "${without[@]}" -p no:cacheprovider -q --durations=5 \
+  limited -m pytest -m gpu "${processes[@]}" "${without[@]}" -p no:cacheprovider -q --durations=5 \
     tests/test_cuda.py tests/test_triton_kernels.py tests/test_quantization.py tests/test_ceilings.py
 }
 

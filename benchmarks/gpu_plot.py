@@ -14,7 +14,7 @@ from minillm.files import write_file
 
 Rows = Sequence[dict[str, Any]]
 BLUE, ORANGE, GRAY = "#1f6fb4", "#d9822b", "0.6"
-MOST_BARS = 24
+MOST_BARS = 40
 
 
 def bars(axes: Axes, rows: Rows, title: str, names: Sequence[str], targets: Sequence[float | None]) -> None:
@@ -93,7 +93,7 @@ DRAW: dict[str, Callable[[Figure, dict[str, Any]], None]] = {
 def draw(source: Path) -> None:
     """Draw the result of a part into a PNG beside it."""
     data = json.loads(source.read_text())
-    figure = Figure(figsize=(11, 6), layout="constrained")
+    figure = Figure(figsize=(11, 8), layout="constrained")
     DRAW[data["part"]](figure, data)
     figure.suptitle(f"{data['machine']['device']}, {data['model']}, {data['dtype']}", fontsize=10)
     image = io.BytesIO()
