@@ -13,6 +13,7 @@ from minillm.grading.engine import Grading, Result
 from minillm.grading.mutants import Mutant, load_mutants
 from minillm.grading.process import Workers
 from minillm.grading.stubs import generated, make_stub, manifest_text
+from minillm.stages.triton_kernels import triton_is_here
 
 EXERCISES = Path(__file__).parents[1] / "exercises"
 CHAPTERS = list(manifest.EXERCISES)
@@ -20,6 +21,7 @@ ITEMS: list[Exercise] = [item for chapter in CHAPTERS for item in load_chapter(E
 MUTANTS: list[tuple[Exercise, Mutant]] = [
     (item, mutant) for item in ITEMS for mutant in load_mutants(EXERCISES, item.chapter) if mutant.exercise == item.name
 ]
+NEEDS_TRITON = {item.id for item in ITEMS if "needs_triton" in item.grader.__code__.co_names}
 ran = dict.fromkeys(("references", "stubs", "mutants"), 0)
 proved = dict.fromkeys(ran, 0)
 
@@ -28,6 +30,14 @@ proved = dict.fromkeys(ran, 0)
 def grading() -> Iterator[Grading]:
     with Workers() as workers:
         yield Grading(EXERCISES, workers, time_limit=60)
+
+
+@pytest.fixture(autouse=True)
+def gradable(request: pytest.FixtureRequest) -> None:
+    """Skips an exercise that cannot be graded on this machine."""
+    item = getattr(request.node, "callspec", None) and request.node.callspec.params.get("item")
+    if item and item.id in NEEDS_TRITON and not triton_is_here():
+        pytest.skip("the package triton is not installed")
 
 
 def solution_of(chapter: str) -> str:

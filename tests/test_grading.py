@@ -22,10 +22,12 @@ from minillm.grading.engine import Scorecard
 from minillm.grading.mutants import Mutant
 from minillm.grading.notebook import verdict
 from minillm.grading.stubs import generated, make_notebook, make_stub
+from minillm.stages.triton_kernels import triton_is_here
 
 EXERCISES = Path(__file__).parents[1] / "exercises"
 POINTS = sum(sum(points.values()) for points in manifest.EXERCISES.values())
 N = sum(map(len, manifest.EXERCISES.values()))
+UNGRADED = () if triton_is_here() else ("attend_split", "int4_row")  # on this machine
 
 
 @pytest.fixture
@@ -65,18 +67,24 @@ def test_fresh_checkout_scores_nothing_and_says_what_to_do(course: Path, capsys:
     assert (card["points"], card["earned"], len(card["exercises"])) == (POINTS, 0, N)
     for entry in card["exercises"]:
         assert list(entry) == ["chapter", "exercise", "points", "earned", "status", "why"]
-        assert (entry["status"], entry["earned"]) == ("not attempted", 0)
+        status = "not graded" if entry["exercise"] in UNGRADED else "not attempted"
+        assert (entry["status"], entry["earned"]) == (status, 0)
         assert entry["why"].endswith(".") and "\n" not in entry["why"]
     out = capsys.readouterr().out
-    assert f"0 of {POINTS} points: 0 passed, 0 failed, {N} not attempted, 0 not graded." in out
+    assert (
+        f"0 of {POINTS} points: 0 passed, 0 failed, {N - len(UNGRADED)} not attempted, {len(UNGRADED)} not graded."
+        in out
+    )
     assert str(course) in out and "minillm " in out
 
 
 def test_solutions_score_everything(course: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert grade("--solutions", "--json", "card.json") == 0
     card = json.loads(Path("card.json").read_text())
-    assert card["earned"] == card["points"] == POINTS
-    assert {entry["status"] for entry in card["exercises"]} == {"passed"}
+    assert card["points"] == POINTS
+    for entry in card["exercises"]:
+        status, earned = ("not graded", 0) if entry["exercise"] in UNGRADED else ("passed", entry["points"])
+        assert (entry["status"], entry["earned"]) == (status, earned)
     assert "Your cache just ran" in capsys.readouterr().out
 
 
@@ -227,8 +235,11 @@ def test_pytest_shows_the_scorecard_and_no_traceback(course: Path) -> None:
     fill(course / "ch00/exercise.py", "ridge", WRONG_RIDGE)
     (course / "ch01/exercise.py").write_text("def rope(:\n")
     out = run_pytest(course.parent, "exercises")
-    assert f"1 of {POINTS} points: 1 passed, 1 failed, {N - 10} not attempted, 8 not graded." in out
-    assert f"9 failed, 1 passed, {N - 10} skipped" in out
+    assert (
+        f"1 of {POINTS} points: 1 passed, 1 failed, {N - 10 - len(UNGRADED)} not attempted, {8 + len(UNGRADED)} not graded."
+        in out
+    )
+    assert f"{9 + len(UNGRADED)} failed, 1 passed, {N - 10 - len(UNGRADED)} skipped" in out
     assert "upside down" in out and "line 1 of exercise.py is not Python" in out
     assert "Traceback" not in out and "engine.py" not in out and not re.search(r"test_exercise\.py:\d", out)
     assert "exercises/ch00/exercise.py" in out.replace("\\", "/")  # skips point at the learner's file
@@ -274,6 +285,8 @@ def test_solved_notebooks_reach_their_stored_verdicts_anywhere_in_any_kernel(tmp
         notebook["metadata"]["kernelspec"]["name"] = "a-kernel-of-another-name"
         notebooks.append(tmp_path / f"{chapter}.ipynb")  # far from any exercises folder
         notebooks[-1].write_text(json.dumps(notebook))
+    if UNGRADED:
+        notebooks = [path for path in notebooks if path.stem != "ch08"]
     out = run_nbval(notebooks, tmp_path)
     assert " failed" not in out, out[-3000:]
     assert " passed" in out
