@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 import minillm
 from minillm.cli import main
 from minillm.errors import UsageError
-from minillm.generation import Recorder
 from minillm.sampling import Sampler
-from minillm.stages import batching, naive
 
 WORDS = ["", " ", "0", "-1", "1", "3", "1e400", "nan", "inf", "9" * 400, "\udcff", "\x1b[2J", "a\nb", "--", "-", "tiny"]
 WORDS += ["cpu", "cuda:99", "meta", "fp32", "kv_cache", "naive", "h100-sxm", "llama-3-8b", "random:tiny", "/", "../x"]
@@ -105,15 +103,3 @@ def test_whole_numbers_of_any_library_are_whole_numbers(number: object) -> None:
     for wrong in (np.int64(-1), 2**63, 1.5):
         with pytest.raises(UsageError):
             Sampler(seed=wrong)
-
-
-def test_tokens_cannot_be_seen_on_the_meta_device() -> None:
-    model, _ = minillm.load("tiny", "meta")
-    assert len(naive.generate(model, [1, 2], 3)) == 3
-    for wishes in ({"stop_tokens": [2]}, {"on_token": print}):
-        with pytest.raises(UsageError, match="meta device"):
-            naive.generate(model, [1, 2], 3, **wishes)
-        with pytest.raises(UsageError, match="meta device"):
-            Recorder(torch.device("meta"), **wishes)
-    with pytest.raises(UsageError, match="meta device"):
-        batching.generate(model, [[1, 2], [3]], 3, max_batch=2, stop_tokens=[2])

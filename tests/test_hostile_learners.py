@@ -523,9 +523,10 @@ def test_stub_is_written_in_place_of_a_link_and_not_through_it(tmp_path: Path, m
         shutil.copy(EXERCISES / "ch00" / name, chapter)
     shutil.copy(EXERCISES / "conftest.py", tmp_path)
     (chapter / "exercise.py").symlink_to(chapter / "solution.py")
+    monkeypatch.setattr(stubs, "EXERCISES", tmp_path)
     monkeypatch.setattr(stubs, "manifest_text", lambda folder: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):  # the package's own manifest is left alone
-        stubs.main(["--force", "--exercises", str(tmp_path)])
+        stubs.main(["--force"])
     assert (chapter / "solution.py").read_text() == (EXERCISES / "ch00/solution.py").read_text()
     assert not (chapter / "exercise.py").is_symlink() and "raise NotImplementedError" in (
         chapter / "exercise.py"
