@@ -61,7 +61,7 @@ def _linear(in_features: int, out_features: int, dtype: torch.dtype) -> nn.Linea
 def _in_rows(linear: nn.Linear) -> OneDNNLinear:
     """oneDNN with the weight as it is, which is what the layer does where there is no room for a packed copy."""
     layer = OneDNNLinear(linear)
-    layer._packed = None
+    layer._packed = (None, layer.weight, 0)  # tried, and found no room
     return layer
 
 

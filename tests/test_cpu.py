@@ -1,7 +1,9 @@
 """Which library multiplies float32 matrices on the CPU: the weights stay the same, and so do the products."""
 
 import copy
+import importlib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -128,6 +130,14 @@ def test_a_packed_weight_gives_the_product_of_the_weight(rows: int, dtype: torch
         # Added up in float32 (40 products of numbers of order 1), then rounded once to the dtype.
         eps = torch.finfo(dtype).eps
         torch.testing.assert_close(out.double(), exact, rtol=eps, atol=40 * 1.2e-7 * 4)
+
+
+def test_the_benchmark_sets_packed_weights_beside_ones_in_rows(room: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+    linear = importlib.import_module("linear")
+    plain = nn.Linear(24, 40, bias=False)
+    assert packed_layers(OneDNNLinear(plain)) == [True]
+    assert packed_layers(linear._in_rows(plain)) == [False]
 
 
 def test_a_weight_that_changes_is_read_itself(room: None) -> None:
