@@ -31,3 +31,17 @@ def assert_a_page_wide_and_the_same_each_time(draw: Callable[[], Picture]) -> No
     assert first._repr_png_() == second._repr_png_()
     assert matplotlib.image.imread(BytesIO(first._repr_png_())).shape[1] == 792
     assert first.alt
+
+
+def assert_text_is_large_enough_and_inside(draw: Callable[[], Picture]) -> None:
+    picture = draw()
+    picture.draw_without_rendering()
+    for axes in picture.axes:
+        legend = axes.get_legend()
+        labels = [axes.title, axes.xaxis.label, axes.yaxis.label, *(legend.get_texts() if legend else [])]
+        for text in [*axes.texts, *labels]:
+            if text.get_text():
+                assert text.get_fontsize() >= 6.5, text.get_text()
+                box = text.get_window_extent()
+                assert box.x0 > -1 and box.x1 < 793, text.get_text()
+                assert box.y0 > -1 and box.y1 < picture.bbox.height + 1, text.get_text()

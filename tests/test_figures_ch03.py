@@ -3,7 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from picture_checks import assert_a_page_wide_and_the_same_each_time, boxes, lines, words
+from picture_checks import (
+    assert_a_page_wide_and_the_same_each_time,
+    assert_text_is_large_enough_and_inside,
+    boxes,
+    lines,
+    words,
+)
 
 from minillm.figures import ch03
 from minillm.figures.ch03 import Model
@@ -40,15 +46,7 @@ def test_picture_is_a_page_wide_and_the_same_each_time(draw):
 
 @pytest.mark.parametrize("draw", ALL.values(), ids=ALL)
 def test_text_is_large_enough_and_inside_the_picture(draw):
-    picture = draw()
-    picture.draw_without_rendering()
-    for axes in picture.axes:
-        for text in [*axes.texts, axes.title]:
-            if text.get_text():
-                assert text.get_fontsize() >= 6.5, text.get_text()
-                box = text.get_window_extent()
-                assert box.x0 > -1 and box.x1 < 793, text.get_text()
-                assert box.y0 > -1 and box.y1 < picture.bbox.height + 1, text.get_text()
+    assert_text_is_large_enough_and_inside(draw)
 
 
 @pytest.mark.parametrize(("n_heads", "n_kv"), [(9, 9), (9, 3), (9, 1), (8, 2)])

@@ -5,7 +5,13 @@ import math
 import numpy as np
 import pytest
 from matplotlib.colors import to_hex
-from picture_checks import assert_a_page_wide_and_the_same_each_time, boxes, lines, words
+from picture_checks import (
+    assert_a_page_wide_and_the_same_each_time,
+    assert_text_is_large_enough_and_inside,
+    boxes,
+    lines,
+    words,
+)
 
 from minillm.figures import ch04
 from minillm.figures.picture import BLUE, ORANGE
@@ -49,15 +55,7 @@ def test_picture_is_a_page_wide_and_the_same_each_time(draw):
 
 @pytest.mark.parametrize("draw", ALL.values(), ids=ALL)
 def test_text_is_large_enough_and_inside_the_picture(draw):
-    picture = draw()
-    picture.draw_without_rendering()
-    for axes in picture.axes:
-        for text in [*axes.texts, axes.title]:
-            if text.get_text():
-                assert text.get_fontsize() >= 6.5, text.get_text()
-                box = text.get_window_extent()
-                assert box.x0 > -1 and box.x1 < 793, text.get_text()
-                assert box.y0 > -1 and box.y1 < picture.bbox.height + 1, text.get_text()
+    assert_text_is_large_enough_and_inside(draw)
 
 
 @pytest.mark.parametrize("lengths", [[5, 3, 7], [2, 2], [1, 4]])

@@ -7,7 +7,7 @@ from matplotlib.collections import LineCollection
 from matplotlib.colors import to_hex
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
-from picture_checks import assert_a_page_wide_and_the_same_each_time
+from picture_checks import assert_a_page_wide_and_the_same_each_time, assert_text_is_large_enough_and_inside
 
 from minillm.figures import ch05
 from minillm.figures.picture import BLUE
@@ -61,15 +61,7 @@ def test_picture_is_a_page_wide_and_the_same_each_time(draw):
 
 @pytest.mark.parametrize("draw", ALL.values(), ids=ALL)
 def test_text_is_large_enough_and_inside_the_picture(draw):
-    picture = draw()
-    picture.draw_without_rendering()
-    for axes in picture.axes:
-        for text in [*axes.texts, axes.title, axes.xaxis.label, axes.yaxis.label]:
-            if text.get_text():
-                assert text.get_fontsize() >= 6.5, text.get_text()
-                box = text.get_window_extent()
-                assert box.x0 > -1 and box.x1 < 793, text.get_text()
-                assert box.y0 > -1 and box.y1 < picture.bbox.height + 1, text.get_text()
+    assert_text_is_large_enough_and_inside(draw)
 
 
 def test_grids_show_each_weight_and_the_values_within_reach_of_them():

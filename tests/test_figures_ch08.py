@@ -3,7 +3,13 @@
 import numpy as np
 import pytest
 from matplotlib.patches import Rectangle
-from picture_checks import assert_a_page_wide_and_the_same_each_time, boxes, lines, words
+from picture_checks import (
+    assert_a_page_wide_and_the_same_each_time,
+    assert_text_is_large_enough_and_inside,
+    boxes,
+    lines,
+    words,
+)
 
 from minillm.figures import ch08
 from minillm.figures.picture import BLUE, ORANGE
@@ -29,16 +35,7 @@ def test_picture_is_a_page_wide_and_the_same_each_time(draw):
 
 @pytest.mark.parametrize("draw", ALL.values(), ids=ALL)
 def test_text_is_large_enough_and_inside_the_picture(draw):
-    picture = draw()
-    picture.draw_without_rendering()
-    for axes in picture.axes:
-        legend = axes.get_legend()
-        for text in [*axes.texts, axes.title, *(legend.get_texts() if legend else [])]:
-            if text.get_text():
-                assert text.get_fontsize() >= 6.5, text.get_text()
-                box = text.get_window_extent()
-                assert box.x0 > -1 and box.x1 < 793, text.get_text()
-                assert box.y0 > -1 and box.y1 < picture.bbox.height + 1, text.get_text()
+    assert_text_is_large_enough_and_inside(draw)
 
 
 def spans(rectangles: list[Rectangle]) -> list[tuple[float, float]]:
