@@ -238,12 +238,12 @@ def generate(
         model.device.type == "cuda" if captured is None else captured,
     )
 
-    def run(_: Transformer, tokens: Tensor, n: int, sampler: SamplerLike, recorder: Recorder) -> None:
+    def run_launched(_: Transformer, tokens: Tensor, n: int, sampler: SamplerLike, recorder: Recorder) -> None:
         B, T = tokens.shape
         stands_for_model = cast(Transformer, launched)
         prefill_and_decode(stands_for_model, launched.cache(T + n - 1, B), tokens, n, sampler, recorder)
 
-    return generate_alone(run, model, prompt, max_new_tokens, sampler, stop_tokens, on_token)
+    return generate_alone(run_launched, model, prompt, max_new_tokens, sampler, stop_tokens, on_token)
 
 
 def prepare(model: Transformer) -> Transformer:
