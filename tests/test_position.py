@@ -17,19 +17,25 @@ from helpers import PLAIN_STAGES
 from minillm.config import KNOWN_MODELS, ModelConfig
 from minillm.errors import UsageError
 from minillm.roofline.ceilings import Ceilings
-from minillm.roofline.counting import Cost, Operator
+from minillm.roofline.counting import Cost, CountingMode, Operator
 from minillm.roofline.hardware import HARDWARE
 from minillm.roofline.position import (
+    MAX_BATCH,
+    MAX_CONTEXT,
     Position,
     bound,
+    ceilings_of,
     count_run,
     limits,
     meta_twin,
     phase_costs,
+    phase_costs_of_run,
     phase_seconds,
     predict,
     predict_stage,
 )
+from minillm.stages import STAGES
+from minillm.weights import random_model
 
 # Round numbers: 1 GFLOP/s, 100 MB/s, a ridge at 10 FLOP/byte, 1 ms an operator.
 CEILINGS = Ceilings("a machine", "fp32", bandwidth=1e8, peak=1e9, overhead=1e-3)
@@ -140,6 +146,7 @@ def test_json_of_a_phase_has_the_keys_of_the_contract() -> None:
 
 def test_decode_is_n_tokens_minus_one_in_cost_and_in_time() -> None:
     assert phase_seconds([0.5, 0.7, 1.0]) == {"prefill": 0.5, "decode": 0.5}
+    assert phase_seconds([0.5, 0.75]) == {"prefill": 0.5, "decode": 0.25}
     assert phase_seconds([0.5]) == {"prefill": 0.5}
     for stage in PLAIN_STAGES.values():
         twin = meta_twin(KNOWN_MODELS["tiny"], torch.float32)
@@ -147,6 +154,39 @@ def test_decode_is_n_tokens_minus_one_in_cost_and_in_time() -> None:
         assert list(costs) == ["prefill", "decode"]
         assert costs["prefill"].calls == count_run(stage, twin, 5, 1).calls
         assert (costs["prefill"] + costs["decode"]).calls == count_run(stage, twin, 5, 6).calls
+
+
+@pytest.mark.parametrize("new_tokens", [1, 2, 6])
+def test_phases_of_a_real_run_are_those_that_were_counted_without_one(new_tokens: int) -> None:
+    stage, model = PLAIN_STAGES["gqa"], random_model(KNOWN_MODELS["tiny"])
+    of_run = phase_costs_of_run(CountingMode(), stage, model, [3, 1, 4, 1, 5], new_tokens)
+    counted = phase_costs(stage, model, 5, new_tokens)
+    assert list(of_run) == list(counted) == ["prefill", "decode"][:new_tokens]
+    for phase, cost in counted.items():
+        assert of_run[phase].flops == cost.flops
+        assert of_run[phase].ideal_bytes == cost.ideal_bytes
+
+
+def test_a_stage_whose_work_depends_on_its_tokens_is_not_predicted_alone() -> None:
+    with pytest.raises(UsageError, match=r"depends on the tokens it finds, so it cannot be predicted alone"):
+        predict_stage(STAGES["speculative"], KNOWN_MODELS["tiny"], H100, 16)
+
+
+def test_only_the_decode_steps_of_a_launched_stage_have_no_overhead() -> None:
+    eager, launched = PLAIN_STAGES["gqa"], replace(PLAIN_STAGES["gqa"], launched=True)
+    for stage, phase, overhead in ((eager, "prefill", 1e-3), (eager, "decode", 1e-3), (launched, "prefill", 1e-3)):
+        assert ceilings_of(stage, phase, CEILINGS) == replace(CEILINGS, overhead=overhead)
+    assert ceilings_of(launched, "decode", CEILINGS) == replace(CEILINGS, overhead=0.0)
+    prefill, step = predict_stage(launched, KNOWN_MODELS["tiny"], CEILINGS, 16)
+    assert (prefill.ceilings.overhead, step.ceilings.overhead) == (1e-3, 0.0)
+
+
+def test_a_stage_that_prepares_a_model_is_predicted_with_the_prepared_one() -> None:
+    assert weight_reads("quantization") < 0.6 * weight_reads("gqa")
+
+
+def weight_reads(stage: str) -> int:
+    return predict_stage(STAGES[stage], LLAMA, H100, 16)[1].cost.ideal_bytes
 
 
 def test_the_decode_step_attends_over_the_whole_context() -> None:
@@ -262,6 +302,25 @@ def test_overhead_binds_a_small_model_on_a_big_gpu() -> None:
 def test_a_context_or_batch_that_cannot_be_is_refused(context: int, batch: int) -> None:
     with pytest.raises(UsageError, match=r"^The (context|batch) is -?\d+; it must lie between .*\.$"):
         predict_stage(PLAIN_STAGES["kv_cache"], KNOWN_MODELS["tiny"], H100, context, batch)
+
+
+@pytest.mark.parametrize(("context", "batch"), [(2, 1), (MAX_CONTEXT, 1), (2, MAX_BATCH)])
+def test_the_least_and_the_most_that_can_be_counted_are(context: int, batch: int) -> None:
+    step = predict_stage(PLAIN_STAGES["kv_cache"], KNOWN_MODELS["tiny"], H100, context, batch)[1]
+    assert step.cost.ideal_bytes > batch * weights_and_cache(KNOWN_MODELS["tiny"], context, 1)[1]
+
+
+@pytest.mark.parametrize(("context", "batch"), [(MAX_CONTEXT + 1, 1), (2, MAX_BATCH + 1)])
+def test_one_more_than_the_most_is_refused(context: int, batch: int) -> None:
+    with pytest.raises(UsageError, match=r"; it must lie between "):
+        predict_stage(PLAIN_STAGES["kv_cache"], KNOWN_MODELS["tiny"], H100, context, batch)
+
+
+@pytest.mark.parametrize("stage", PLAIN_STAGES)
+def test_every_stage_is_counted_beyond_the_positions_of_its_model(stage: str) -> None:
+    config = KNOWN_MODELS["tiny"]
+    short, long = (decode(config, config.max_positions + n, stage=stage) for n in (0, 1))
+    assert long.cost.flops > short.cost.flops
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

@@ -178,7 +178,7 @@ def predict_stage(
         )
     if not 1 <= batch <= MAX_BATCH:
         raise UsageError(f"The batch is {batch}; it must lie between 1 and {MAX_BATCH:,}.")
-    model = meta_twin(config, DTYPES[ceilings.dtype], positions=context + 1)
+    model = meta_twin(config, DTYPES[ceilings.dtype], positions=context)
     if prepare := getattr(stage, "prepare", None):  # a stage's module, which has `run` as well, may stand for it
         model = prepare(model)
     prefill = count_run(stage, model, context, 1, batch)
