@@ -26,7 +26,8 @@ from minillm.report import duration, figure, make_console, one_line
 from minillm.sampling import Sampler, SamplerLike, greedy
 from minillm.stages.batching import Engine
 from minillm.tokenizer import Tokenizer
-from minillm.workload import MOST_TOKENS, Served, serve_rows
+from minillm.trace import MOST_TOKENS
+from minillm.workload import Served, serve_rows
 
 LARGEST_SEED = 2**63 - 1
 HOTTEST = 1e6  # here any token is as probable as any other

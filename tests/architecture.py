@@ -26,7 +26,7 @@ LAYERS = {
     "roofline": ["roofline"],
     "book": ["book", "side_by_side", "figures"],
     "commands": [
-        "report", "tour", "workload", "answer_file", "batch_command", "evaluation", "evaluate_command", "profile_command",
+        "report", "tour", "trace", "workload", "answer_file", "batch_command", "evaluation", "evaluate_command", "profile_command",
         "doctor",
     ],
     "grading": ["grading"],

@@ -71,6 +71,7 @@ TESTS: dict[str, str] = {  # module of minillm: the files of its tests; modules 
     "batch": "batching",
     "generation": LOOPS,
     "model": LOOPS,
+    "trace": "trace",
     "workload": "workload",
     "roofline/counting": "counting",
     "roofline/position": "position",

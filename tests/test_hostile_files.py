@@ -30,6 +30,7 @@ from minillm import (
     checkpoint_config,
     gguf_file,
     json_lines,
+    trace,
     workload,
 )
 from minillm.checkpoint import load_gguf, load_safetensors
@@ -839,7 +840,7 @@ LINES = st.one_of(
         lambda inner: (
             st.lists(inner, max_size=3)
             | st.dictionaries(
-                st.sampled_from([*workload.TRACE_KEYS, "prompt", "max_new_tokens", "temperature", "seed", "text"]),
+                st.sampled_from([*trace.TRACE_KEYS, "prompt", "max_new_tokens", "temperature", "seed", "text"]),
                 inner,
             )
         ),
@@ -854,7 +855,7 @@ def test_lines_of_any_kind_are_read_or_refused_in_a_sentence(lines: list[bytes],
     path = tmp_path / "lines.jsonl"
     path.write_bytes(b"\n".join(lines))
     before = path.read_bytes()
-    arrivals, problems = workload.read_trace(path)
+    arrivals, problems = trace.read_trace(path)
     problems += [f"Line {line}: {problem}" for line, problem in batch_command.read_questions(path, ARGS)[1]]
     assert all(is_one_sentence(problem) and len(problem) < 400 for problem in problems), problems
     if arrivals:  # what was taken can be served
@@ -880,5 +881,5 @@ def test_files_and_lines_of_json_have_a_limit(tmp_path: Path, monkeypatch: pytes
 
 
 def test_lengths_of_a_trace_take_no_memory() -> None:
-    arrivals = [workload.Arrival(i, 0.0, workload.MOST_TOKENS, 1) for i in range(10_000)]  # 80 GB as lists of ids
+    arrivals = [trace.Arrival(i, 0.0, trace.MOST_TOKENS, 1) for i in range(10_000)]  # 80 GB as lists of ids
     assert len(workload.simulate(arrivals, lambda n, lengths: 1.0, max_batch=5_000).steps) == 2
