@@ -151,9 +151,8 @@ def test_compiled_steps_give_the_same_tokens_and_logits(small_buckets: None, mon
     expected = naive.generate(model, prompt, 10).tokens
     assert kernels.generate(model, prompt, 10, compiled=True).tokens == expected
     launched = kernels._launched(model, True, False)
-    assert (
-        launched.compiled and len(launched._programs) == 3 + 2 * 2
-    )  # begin, norm, head; two stretches in 8 and 16 columns
+    # Begin, norm and head; two stretches in 8 and in 16 columns.
+    assert launched.compiled and len(launched._programs) == 3 + 2 * 2
 
     # Another model of the same shapes has programs of its own, and none of them sees the other's numbers.
     other = lively_model(replace(SHAPES["llama"], n_layers=3, norm_eps=0.1), seed=1)

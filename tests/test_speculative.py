@@ -825,7 +825,7 @@ def test_alpha_estimates_the_chance_that_a_judged_guess_is_right(model: Transfor
 
 
 def test_expected_tokens_are_those_of_the_paper() -> None:
-    # FACTS of arXiv 2211.17192, equation 1, for lookahead 4.
+    # Equation 1 of arXiv 2211.17192, for lookahead 4.
     for alpha, expected in ((0.5, 1.94), (0.6, 2.31), (0.7, 2.77), (0.8, 3.36), (0.9, 4.10)):
         assert expected_tokens(alpha, 4) == pytest.approx(expected, abs=0.005)
         assert expected_tokens(alpha, 4) == pytest.approx((1 - alpha**5) / (1 - alpha))

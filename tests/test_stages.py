@@ -190,9 +190,8 @@ def test_generation_decodes_at_the_positions_after_the_prompt(
 
     monkeypatch.setattr(kv_cache, "KVCache", make)
     kv_cache.generate(model, random_prompt(4, 97), 5)
-    assert [cache.seen for cache in made] == [
-        [[0, 1, 2, 3], [4], [5], [6], [7]]
-    ]  # one prefill; the last token is not fed
+    # One prefill; the last token is not fed.
+    assert [cache.seen for cache in made] == [[[0, 1, 2, 3], [4], [5], [6], [7]]]
 
 
 def test_a_decode_position_off_by_one_changes_the_logits(model: Transformer) -> None:

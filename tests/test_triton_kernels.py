@@ -284,9 +284,8 @@ def test_the_cost_of_attention_is_exact_and_the_same_on_meta(interpreter: Run, w
     cost = interpreter(cost_of, "split_attention", tuple(case))
     assert cost == cost_of("split_attention", on_meta(case))
     seen = min(S, window or S)
-    partial = (
-        4 * B * Hkv * G * 3 * (D + 2)
-    )  # 3 splits of 64: tops, totals and mixes in float32, written once and read once
+    # 3 splits of 64: tops, totals and mixes in float32, written once and read once.
+    partial = 4 * B * Hkv * G * 3 * (D + 2)
     assert cost.n_operators == 1
     assert cost.flops == 4 * B * Hkv * G * seen * D
     assert cost.bytes == 2 * (2 * B * Hkv * seen * D) + 2 * (2 * B * Hkv * G * D) + 8 * B + 2 * partial

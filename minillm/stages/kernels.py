@@ -62,9 +62,8 @@ class Launched:
         if compiled:
             self.compiled = self._can_compile()
         self._cache: StaticKVCache | None = None
-        self._graphs: dict[
-            int, tuple[torch.cuda.CUDAGraph, Tensor]
-        ] = {}  # by bucket: a step, and where its result lies
+        # By bucket: a step, and where its result lies.
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
     def cache(self, capacity: int, batch: int = 1) -> StaticKVCache:
         """An empty cache: the last one, where that has the room."""

@@ -20,9 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-INTERPRETED = (
-    triton.knobs.runtime.interpret
-)  # by Triton's interpreter, which `triton.jit` decides when a kernel is defined
+# Whether Triton's interpreter runs the kernels: `triton.jit` decides that when it defines one, so here and for good.
+INTERPRETED = triton.knobs.runtime.interpret
 
 
 @triton.jit
