@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minillm.errors import MinillmError
-from minillm.roofline.counting import Formula, formula, touched, whole
+from minillm.roofline.formulas import Formula, formula, touched, whole
 from minillm.stages.quantizers import (
     absmax_fp8,
     absmax_int8,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from minillm.errors import MinillmError
 from minillm.model import Transformer
-from minillm.roofline.counting import Formula, formula, touched, whole
+from minillm.roofline.formulas import Formula, formula, touched, whole
 from minillm.stages.quantization import with_layers
 from minillm.stages.quantized_linear import (
     FastInt4Linear,
