@@ -17,6 +17,7 @@ takes longer than all others, are left out, and tests that start a process of th
 """
 
 import argparse
+import ast
 import gc
 import hashlib
 import importlib
@@ -44,7 +45,7 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 sys.path.insert(0, str(Path(__file__).parent))
-from mutations import Mutant, mutants
+from mutations import Mutant, is_prose, mutants
 
 ROOT = Path(__file__).parents[1]
 EQUIVALENTS = ROOT / "tests" / "mutation_equivalents.toml"
@@ -73,8 +74,7 @@ TESTS: dict[str, str] = {  # module of minillm: the files of its tests; modules 
     "model": LOOPS,
     "trace": "trace",
     "workload": "workload",
-    "roofline/counting": "counting formulas",
-    "roofline/formulas": "counting formulas",
+    "roofline/counting": "counting",
     "roofline/position": "position",
 }
 NOT_TRIED = {  # stages that cannot be tried so, and why
@@ -374,44 +374,65 @@ def try_modules(
         tried = [i for i, mutant in enumerate(found) if is_tried(module, mutant)]
         targets.append(Target(module, path, source, found, tried))
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
         os.environ["TMPDIR"] = tempfile.tempdir = temporary  # tests leave files: they go with this folder
-
-        def warm(_: int) -> int:
-            tracer = Tracer(modules.values())
-            sys.settrace(tracer)
-            run_pytest(tests, Warm(targets, jobs, seconds, announce, folder, tracer))
-            return SURVIVED
-
-        list(in_children(warm, [0], 1))
-        if not (folder / "warm.json").exists():
-            measured = folder / "measured.json"
-            why = measured.read_text() if measured.exists() else "They cannot be collected."
-            raise RuntimeError(f"The tests of {', '.join(modules)} fail on the code as it is. {why}")
-        told = json.loads((folder / "warm.json").read_text())
+        told = try_warm(targets, tests, jobs, seconds, announce, Path(temporary))
         outcomes: dict[Name, int] = {(t, i): status for (t, i), status in told["outcomes"]}
-
-        def trial(name: Name) -> int:
-            limit_memory()
-            target = targets[name[0]]
-            source = target.source if name[1] < 0 else target.found[name[1]].source
-            sys.meta_path.insert(0, FaultyImport(target.module, target.path, source))
-            run_pytest(tests, Cold(told["spent"], told["set_up"], seconds))
-            return KILLED  # the tests did not even begin
-
-        unchanged = (0, -1)  # must survive, or the others that do not would say nothing
         cold = [name for name, status in outcomes.items() if status == ASK_COLD]
-        for name, status in in_children(trial, [unchanged, *cold], jobs):
-            if name == unchanged and status != SURVIVED:
-                raise RuntimeError(
-                    f"The tests of {', '.join(modules)} fail where nothing is changed, the shortest run first."
-                )
+        run = Cold(told["spent"], told["set_up"], seconds)
+        for name, status in try_cold(targets, cold, tests, jobs, run):
             outcomes[name] = status
-            if name != unchanged and status == SURVIVED:
+            if status == SURVIVED:
                 announce(targets[name[0]].module, targets[name[0]].found[name[1]], "")
         del os.environ["TMPDIR"]
         tempfile.tempdir = None
     return {target.module: outcome_of(t, target, outcomes) for t, target in enumerate(targets)}
+
+
+def names_of(targets: Sequence[Target]) -> str:
+    return ", ".join(target.module for target in targets)
+
+
+def try_warm(
+    targets: Sequence[Target], tests: Sequence[Path], jobs: int, seconds: float, announce: Announce, folder: Path
+) -> dict[str, Any]:
+    """What `Warm` tells of all mutants; it runs in a child, so that this process has imported none of the modules."""
+
+    def warm(_: int) -> int:
+        tracer = Tracer(target.path for target in targets)
+        sys.settrace(tracer)
+        run_pytest(tests, Warm(targets, jobs, seconds, announce, folder, tracer))
+        return SURVIVED
+
+    list(in_children(warm, [0], 1))
+    if not (folder / "warm.json").exists():
+        measured = folder / "measured.json"
+        why = measured.read_text() if measured.exists() else "They cannot be collected."
+        raise RuntimeError(f"The tests of {names_of(targets)} fail on the code as it is. {why}")
+    told: dict[str, Any] = json.loads((folder / "warm.json").read_text())
+    return told
+
+
+def try_cold(
+    targets: Sequence[Target], names: Sequence[Name], tests: Sequence[Path], jobs: int, run: Cold
+) -> Iterator[tuple[Name, int]]:
+    """These mutants once more, each in a child that imports everything anew: yields the name and how it ended."""
+
+    def trial(name: Name) -> int:
+        limit_memory()
+        target = targets[name[0]]
+        source = target.source if name == unchanged else target.found[name[1]].source
+        sys.meta_path.insert(0, FaultyImport(target.module, target.path, source))
+        run_pytest(tests, run)
+        return KILLED  # the tests did not even begin
+
+    unchanged = (0, -1)  # must survive, or the others that do not would say nothing
+    for name, status in in_children(trial, [unchanged, *names], jobs):
+        if name != unchanged:
+            yield name, status
+        elif status != SURVIVED:
+            raise RuntimeError(
+                f"The tests of {names_of(targets)} fail where nothing is changed, the shortest run first."
+            )
 
 
 def outcome_of(t: int, target: Target, outcomes: Mapping[Name, int]) -> Outcome:
@@ -506,32 +527,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for files in dict.fromkeys(TESTS[module] for module in asked):
         together = [module for module in asked if TESTS[module] == files]
         start = time.perf_counter()
-        names = {files_of(module)[0]: module for module in together}
-        known = {module: equivalents(module) for module in together}
-
-        def announce(name: str, mutant: Mutant, note: str, names: Any = names, known: Any = known) -> None:
-            if (mutant.line, mutant.change) not in known[names[name]]:
-                told = f"{names[name]}:{mutant.number}: {mutant.line}\n    {mutant.change}{note and f'  ({note})'}\n"
-                os.write(out, told.encode())
-
-        survived = survivors_of(options.report) if options.again else None
-
-        def is_tried(
-            name: str, mutant: Mutant, names: Any = names, known: Any = known, survived: Any = survived
-        ) -> bool:
-            change = (mutant.line, mutant.change)
-            return survived is None or change in known[names[name]] or change in survived.get(names[name], {change})
-
-        paths = {name: files_of(module)[1] for name, module in names.items()}
-        outcomes = try_modules(paths, files_of(together[0])[2], options.jobs, options.seconds, announce, is_tried)
+        rows = try_together(together, options, out)
         os.write(out, f"{', '.join(together)}: {time.perf_counter() - start:.0f} s\n".encode())
-        for name, module in names.items():
-            row = counts(outcomes[name], known[module])
-            if survived and module in survived:
-                row["killed_by_time"] += json.loads(options.report.read_text())[module]["killed_by_time"]
-            for mutant in outcomes[name].killed:
-                if (mutant.line, mutant.change) in known[module]:
-                    print(f"{module}:{mutant.number}: listed as equivalent, but a test kills it: {mutant.change}")
+        for module, row in rows.items():
             kinds = ("mutants", "killed", "equivalent", "needs_gpu", "survived")
             print(f"{module}: {', '.join(f'{row[kind]} {kind}' for kind in kinds)}", flush=True)
             if options.report:
@@ -539,22 +537,64 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def digest(module: str) -> str:
-    """Of a module's source: mutants of another one were never tried."""
-    return hashlib.sha256(files_of(module)[1].read_bytes()).hexdigest()[:12]
+def try_together(together: Sequence[str], options: argparse.Namespace, out: int) -> dict[str, dict[str, Any]]:
+    """Rows of the report for modules of the same tests. Survivors without an excuse are written to the file `out`."""
+    names = {files_of(module)[0]: module for module in together}
+    known = {module: equivalents(module) for module in together}
+    survived = survivors_of(options.report) if options.again else {}
+
+    def announce(name: str, mutant: Mutant, note: str) -> None:
+        if (mutant.line, mutant.change) not in known[names[name]]:
+            told = f"{names[name]}:{mutant.number}: {mutant.line}\n    {mutant.change}{note and f'  ({note})'}\n"
+            os.write(out, told.encode())
+
+    def is_tried(name: str, mutant: Mutant) -> bool:
+        module, change = names[name], (mutant.line, mutant.change)
+        return module not in survived or change in known[module] or change in survived[module]
+
+    paths = {name: files_of(module)[1] for name, module in names.items()}
+    outcomes = try_modules(paths, files_of(together[0])[2], options.jobs, options.seconds, announce, is_tried)
+    rows = {module: counts(outcomes[name], known[module]) for name, module in names.items()}
+    for name, module in names.items():
+        if module in survived:
+            rows[module]["killed_by_time"] += json.loads(options.report.read_text())[module]["killed_by_time"]
+        for mutant in outcomes[name].killed:
+            if (mutant.line, mutant.change) in known[module]:
+                print(f"{module}:{mutant.number}: listed as equivalent, but a test kills it: {mutant.change}")
+    return rows
+
+
+def digest(source: str) -> str:
+    """Of a module's code. Comments and texts that stand alone make no mutants: a report holds where only they change."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(body := getattr(node, "body", None), list):
+            node.body = [child for child in body if not is_prose(child)]  # type: ignore[attr-defined]
+    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:12]
 
 
 def survivors_of(report: Path) -> dict[str, set[tuple[str, str]]]:
-    """For each module that is as it was at the report, the line and the change of every survivor."""
-    rows = {module: row for module, row in json.loads(report.read_text()).items() if row["source"] == digest(module)}
-    return {module: {(m["line"], m["change"]) for m in row["survivors"]} for module, row in rows.items()}
+    """For each module whose mutants are those of the report, the line and the change of every survivor."""
+    known = {}
+    for module, row in json.loads(report.read_text()).items():
+        source = files_of(module)[1].read_text()
+        survivors = {(m["line"], m["change"]) for m in row["survivors"]}
+        # A line has its comment in its name: after another comment a survivor would go for one that was killed.
+        if row["source"] == digest(source) and survivors <= {(m.line, m.change) for m in mutants(source)}:
+            known[module] = survivors
+    return known
 
 
 def write(report: Path, module: str, row: Mapping[str, Any]) -> None:
     """Put a module's counts into the report, with the commit and the day."""
     written = json.loads(report.read_text()) if report.exists() else {}
     commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True).strip()
-    written[module] = {"commit": commit, "date": date.today().isoformat(), "source": digest(module), **row}
+    written[module] = {
+        "commit": commit,
+        "date": date.today().isoformat(),
+        "source": digest(files_of(module)[1].read_text()),
+        **row,
+    }
     report.write_text(json.dumps({key: written[key] for key in TESTS if key in written}, indent=1) + "\n")
 
 

@@ -89,10 +89,10 @@ class _Finder:
     def _body(self, body: list[ast.stmt], prefix: str) -> Iterator[Mutant]:
         """Statements of a module, a class or a function; prefix is the qualified name of what they stand in."""
         for statement in body:
+            if is_prose(statement):
+                continue
             match statement:
                 case ast.Import() | ast.ImportFrom():
-                    continue
-                case ast.Expr(ast.Constant(str())):  # a docstring
                     continue
                 case ast.ClassDef():
                     yield from self._body(statement.body, f"{prefix}{statement.name}.")
@@ -247,6 +247,15 @@ class _Finder:
         after = self.lines[last].encode()[node.end_col_offset :].decode()
         source = "".join([*self.lines[:first], before, text, after, *self.lines[last + 1 :]])
         return Mutant(self.lines[first].strip(), change, source, node.lineno, self.touches, self.function)
+
+
+def is_prose(statement: ast.AST) -> bool:
+    """Whether this is a docstring, or another text that stands alone."""
+    return (
+        isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Constant)
+        and isinstance(statement.value.value, str)
+    )
 
 
 def _swapped(inside: ast.AST, node: ast.expr, new: ast.expr) -> ast.AST:

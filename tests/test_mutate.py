@@ -188,6 +188,39 @@ def test_tests_that_fail_on_the_right_code_are_refused(tmp_path: Path) -> None:
     assert "test_counter" in errors[0]
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "is_the_same"),
+    [
+        ("A docstring stays: 1 + 1.", "Another docstring.", True),
+        ('    """At most limit: min(x, limit)."""\n', "", True),
+        ("  # this changes nothing", "  # and this is another comment", True),
+        ("        self.n = 0", '        # How often.\n        self.n = 0\n        "A text alone."', True),
+        ("n -= size", "n -= size + 1", False),
+        ('limit: "int < 3" = 3', 'limit: "int < 3" = 4', False),
+        ("is no number.", "is a text.", False),  # a text in code is code
+    ],
+)
+def test_a_report_holds_as_long_as_the_code_is_the_same(old: str, new: str, is_the_same: bool) -> None:
+    assert MODULE.count(old) == 1
+    assert (mutate.digest(MODULE.replace(old, new)) == mutate.digest(MODULE)) is is_the_same
+    if is_the_same:  # as the mutants are, on which the report rests
+        assert changes(MODULE.replace(old, new)) == changes(MODULE)
+
+
+def test_only_survivors_that_are_mutants_of_today_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, report = tmp_path / "sums.py", tmp_path / "report.json"
+    survivor = {"line": "math.floor(n)  # this changes nothing", "change": "math.floor -> math.ceil"}
+    report.write_text(json.dumps({"sums": {"source": mutate.digest(MODULE), "survivors": [survivor]}}))
+    monkeypatch.setattr(mutate, "files_of", lambda module: (module, file, []))
+    for old, new, known in (
+        ("1 + 1", "2 + 2", {"sums": {tuple(survivor.values())}}),
+        ("n -= size", "n -= 1", {}),
+        ("  # this changes nothing", "", {}),  # the line is another one to look for
+    ):
+        file.write_text(MODULE.replace(old, new))
+        assert mutate.survivors_of(report) == known
+
+
 # What is written about the package
 
 
