@@ -74,7 +74,8 @@ TESTS: dict[str, str] = {  # module of minillm: the files of its tests; modules 
     "model": LOOPS,
     "trace": "trace",
     "workload": "workload",
-    "roofline/counting": "counting",
+    "roofline/counting": "counting formulas",
+    "roofline/formulas": "counting formulas",
     "roofline/position": "position",
 }
 NOT_TRIED = {  # stages that cannot be tried so, and why
