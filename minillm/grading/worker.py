@@ -2,11 +2,13 @@
 
 It is started as `python -m minillm.grading.worker`, in one of two ways. On Linux a *fork server* imports PyTorch once and then
 forks a process for each exercise, in milliseconds; elsewhere a process is started for each. Either way an endless loop, a
-crash or a huge allocation ends that process, and nothing else.
+crash or a huge allocation ends that process, and nothing else. It ends with the grader, however that ends.
 """
 
 import contextlib
+import ctypes
 import os
+import signal
 import socket
 import struct
 import sys
@@ -18,9 +20,12 @@ from minillm.grading import wire
 from minillm.grading.host import Host
 
 MEMORY_LIMIT = 2 << 30  # bytes beyond what Python and PyTorch take
-STILL_RUNNING = 1_000
-CPU_SECONDS = 300  # the grader's own limit comes first; this one ends what a dead grader left behind
+STILL_RUNNING = 1_000  # in place of an exit code, which none is
+CPU_SECONDS = (
+    300  # the grader's own limit comes first; where there is no `_end_with`, this ends what a dead grader left
+)
 FILE_BYTES = 1 << 26  # of a file that it writes
+_PR_SET_PDEATHSIG = 1
 
 
 def serve(sock: socket.socket) -> None:
@@ -34,6 +39,14 @@ def serve(sock: socket.socket) -> None:
     with contextlib.suppress(EOFError, OSError):
         while True:
             wire.send(sock, host.handle(wire.receive(sock)))
+
+
+def _end_with(parent: int) -> None:
+    """Let the kernel (Linux) end this process with its parent. A dead grader hangs up, but code in a loop does not look."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # gone already
+            os._exit(1)
 
 
 def _confine() -> None:
@@ -56,7 +69,8 @@ def _confine() -> None:
 
 
 def _fork_server(control: socket.socket) -> None:
-    """Fork a process on request and hand it the socket that came along; tell how a process ended."""
+    """Fork a process on request and hand it the socket that came along; tell how a process ended. Ends with the grader."""
+    server = os.getpid()
     while True:
         request, descriptors, _flags, _address = socket.recv_fds(control, 64, 1)
         if not request:
@@ -64,6 +78,7 @@ def _fork_server(control: socket.socket) -> None:
         if descriptors:
             pid = os.fork()
             if pid == 0:
+                _end_with(server)
                 control.close()
                 os.setsid()
                 _confine()
@@ -92,15 +107,15 @@ def _exit_code(pid: int, patience: float) -> int:
 
 def main(argv: list[str]) -> None:
     if argv[0] == "fork":
-        import torch
-
         import minillm.stages  # noqa: F401  warm, for what the learner's file imports
         from minillm.roofline.counting import count
 
         count(lambda: torch.ones(1) + 1)  # the first count in a process imports hundreds of PyTorch's modules
         _fork_server(socket.socket(fileno=int(argv[1])))
     else:
+        grader = os.getppid()
         sock = socket.create_connection(("127.0.0.1", int(argv[1])))
+        _end_with(grader)
         sock.sendall(os.environ.pop("MINILLM_GRADING_TOKEN").encode())
         _confine()
         serve(sock)
