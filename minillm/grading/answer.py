@@ -32,13 +32,18 @@ _KINDS = {bool: "a truth value", int: "a number", float: "a number", str: "text"
 
 
 class Answer:
-    """What the learner's code returned, and the call that it stands for."""
+    """What the learner's code returned, and the call that it stands for. Each check raises `Wrong`, with a sentence, or holds.
+
+    `likely` has the values that known mistakes give, each by its sentence. `rtol` of 1e-6 lets an answer in float32 pass: its
+    rounding is 6e-8 an operation, and no mistake is as small.
+    """
 
     def __init__(self, label: str, value: Any) -> None:
         self.label = label
         self.value = value
 
     def wrong(self, what: str) -> Wrong:
+        """The exception to raise, with a sentence that begins with the call."""
         return Wrong(f"{self.label} {what}")
 
     def number(
@@ -165,6 +170,7 @@ class Evidence:
         self.cases: list[tuple[Answer, Any, Mapping[str, Any]]] = []
 
     def add(self, answer: Answer, due: Any, likely: Mapping[str, Any]) -> None:
+        """One case: the answer, the number or list of tokens that is due, and what known mistakes give, by their sentences."""
         self.cases.append((answer, due, likely))
 
     def judge(self) -> None:
@@ -259,7 +265,7 @@ def _rounded(x: float) -> float:
     try:
         return float(f"{x:.6g}")
     except OverflowError:  # a whole number beyond all floats
-        return math.copysign(math.inf, x > 0 or -1)
+        return math.inf if x > 0 else -math.inf
 
 
 def _short(values: Sequence[float]) -> str:

@@ -76,12 +76,11 @@ _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # the same on every 
 _PR_SET_NO_NEW_PRIVS = 38
 _WRITE_FILE, _TRUNCATE = 1 << 1, 1 << 14
 _CHANGE_FOLDER = sum(1 << bit for bit in range(4, 13))  # remove and make files, folders, links, devices
-_RIGHTS_SINCE = (
-    (1, _WRITE_FILE | _CHANGE_FOLDER),
-    (2, 1 << 13),
-    (3, _TRUNCATE),
-    (5, 1 << 15),
-)  # by version of Landlock
+_REFER, _DEVICE_CONTROL = 1 << 13, 1 << 15  # link and rename between folders; ioctl
+# Each version of Landlock knows rights that the ones before it did not, and refuses those that it does not know.
+_RIGHTS_SINCE = ((1, _WRITE_FILE | _CHANGE_FOLDER), (2, _REFER), (3, _TRUNCATE), (5, _DEVICE_CONTROL))
+_TCP_SINCE, _BIND_AND_CONNECT = 4, 3
+_SCOPES_SINCE, _ABSTRACT_SOCKETS_AND_SIGNALS = 6, 3
 
 
 def _landlock(own: str | None) -> None:
@@ -91,7 +90,11 @@ def _landlock(own: str | None) -> None:
     if version < 1:
         return
     rights = sum(bits for since, bits in _RIGHTS_SINCE if version >= since)
-    handled = [rights, *([3] if version >= 4 else []), *([3] if version >= 6 else [])]  # files; bind, connect; scopes
+    handled = [rights]
+    if version >= _TCP_SINCE:
+        handled.append(_BIND_AND_CONNECT)
+    if version >= _SCOPES_SINCE:
+        handled.append(_ABSTRACT_SOCKETS_AND_SIGNALS)
     attributes = struct.pack(f"={len(handled)}Q", *handled)
     rules = libc.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), ctypes.c_uint32(0))
     if rules < 0:

@@ -61,13 +61,10 @@ class ExerciseItem(pytest.Item):
         return self.learner_file, self._line(), f"{self.path.parent.name}/{self.name}"
 
     def _line(self) -> int:
+        """Where the learner's file defines the function, counted from 0; 0 for an exercise on a class."""
         text = self.learner_file.read_text("utf-8", "replace") if self.learner_file.is_file() else ""
-        found = [
-            n
-            for n, line in enumerate(text.splitlines())
-            if line.startswith((f"def {self.name}(", f"class {self.name}"))
-        ]
-        return found[0] if found else 0
+        starts = (n for n, line in enumerate(text.splitlines()) if line.startswith(f"def {self.name}("))
+        return next(starts, 0)
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:

@@ -45,7 +45,10 @@ class Workers:
             self._server = _start_python("fork", str(theirs.fileno()), descriptor=theirs.fileno())
 
     def start(self) -> "tuple[socket.socket, int | subprocess.Popen[bytes]]":
-        """A new process, confined and waiting, and the socket to it. Raises `NotGraded` when there can be none."""
+        """The socket to a new process, confined and waiting, and the process: its id if the server forked it.
+
+        Raises `NotGraded` when there can be none.
+        """
         for _ in range(2 if self._fork else 0):  # a learner's process may have ended the server: start it again
             with contextlib.suppress(OSError, struct.error):
                 return self._fork_one()
@@ -133,7 +136,7 @@ def _start_process() -> "tuple[socket.socket, subprocess.Popen[bytes]]":
         try:
             sock, _address = listener.accept()
             sock.settimeout(10)
-            if wire._receive_exactly(sock, len(token), None).decode(errors="replace") == token:
+            if wire.receive_exactly(sock, len(token)).decode(errors="replace") == token:
                 return sock, process
         except (OSError, EOFError):
             pass
@@ -143,6 +146,7 @@ def _start_process() -> "tuple[socket.socket, subprocess.Popen[bytes]]":
 
 
 def _kill(pid: int) -> None:
+    """Kill a process and its group; the process alone where there are no groups. One that is gone already is no error."""
     kill, number = (os.killpg, signal.SIGKILL) if hasattr(os, "killpg") else (os.kill, signal.SIGTERM)
     with contextlib.suppress(OSError):
         kill(pid, number)

@@ -5,11 +5,10 @@ import io
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import get_args
 
 from minillm.errors import printable
-from minillm.grading.engine import Scorecard
-
-STATUSES = ("passed", "failed", "not attempted", "not graded")
+from minillm.grading.engine import Scorecard, Status
 
 
 def lines(card: Scorecard, width: int = 120) -> Iterator[str]:
@@ -20,7 +19,7 @@ def lines(card: Scorecard, width: int = 120) -> Iterator[str]:
         head = f"{result.earned:>3} of {result.points}  {result.id:<{name_width}}  "
         body = result.status + (f": {result.why.removeprefix('not graded, ')}" if result.why else "")
         yield from textwrap.wrap(body, max(width, 60), initial_indent=head, subsequent_indent=" " * len(head))
-    counts = ", ".join(f"{card.count(status)} {status}" for status in STATUSES)  # type: ignore[arg-type]
+    counts = ", ".join(f"{card.count(status)} {status}" for status in get_args(Status))
     yield f"{card.earned} of {card.points} points: {counts}."
 
 

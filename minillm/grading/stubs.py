@@ -1,8 +1,8 @@
 """From a chapter's `solution.py` to what the learner gets: `exercise.py` and `notebook.ipynb`, and the digests of the graders.
 
-A solution is a Python script in jupytext's percent format; cells tagged `active-ipynb` are for the notebook
-alone. What the learner has to write stands between two marks, the
-first of which says what to do; in the stub it becomes the message of an exception:
+A solution is a Python script in jupytext's percent format; cells tagged `active-ipynb` are for the notebook alone. What the
+learner has to write stands between two marks, the first of which says what to do; in the stub it becomes the message of an
+exception:
 
     # BEGIN SOLUTION: Return the seconds from the sending of the request to its first token.
     return tokens[0] - start
@@ -24,7 +24,7 @@ from minillm.grading import catalog, manifest
 
 _REGION = re.compile(r"^( *)# BEGIN SOLUTION: (.+)\n(?:.*\n)*?\1# END SOLUTION\n", re.MULTILINE)
 _CELL = re.compile(r"^# %%(?P<title>.*)\n(?P<body>(?:(?!# %%).*\n?)*)", re.MULTILINE)
-LINE = 120
+LINE = 120  # characters, as ruff has it
 SOURCES = ("mutants.py", "solution.py", "test_exercise.py")  # of a chapter: all else is made from them
 # Of the clone that this package lies in: what is generated must fit its graders, wherever the command is given.
 MANIFEST = Path(manifest.__file__)
@@ -125,6 +125,7 @@ def _code(text: str, output: str = "", tags: list[str] | None = None) -> dict[st
 
 
 def chapters(folder: Path) -> list[Path]:
+    """The folders of the chapters that have a solution, in order."""
     return sorted(path.parent for path in folder.glob("ch[0-9][0-9]/solution.py"))
 
 

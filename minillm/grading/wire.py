@@ -160,13 +160,14 @@ def send(sock: socket.socket, message: bytes) -> None:
 
 def receive(sock: socket.socket, deadline: float | None = None) -> bytes:
     """The next message. Raises `EOFError` when the other side is gone, `TimeoutError` after the deadline, `Unreadable`."""
-    (length,) = struct.unpack(">Q", _receive_exactly(sock, 8, deadline))
+    (length,) = struct.unpack(">Q", receive_exactly(sock, 8, deadline))
     if length > MAX_MESSAGE:
         raise Unreadable("a message that is too long")
-    return _receive_exactly(sock, length, deadline)
+    return receive_exactly(sock, length, deadline)
 
 
-def _receive_exactly(sock: socket.socket, size: int, deadline: float | None) -> bytes:
+def receive_exactly(sock: socket.socket, size: int, deadline: float | None = None) -> bytes:
+    """The next `size` bytes. Raises `EOFError` and `TimeoutError` as `receive` does."""
     data = bytearray()
     while len(data) < size:
         if deadline is not None:
