@@ -1,7 +1,7 @@
 """Latent attention: both forms are one function, that of Hugging Face's DeepSeek models, and cost what the formulas say."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -22,8 +22,11 @@ from minillm.errors import MinillmError, UsageError
 from minillm.latent_config import KNOWN_LATENT_SHAPES, LatentConfig
 from minillm.model import Transformer
 from minillm.roofline.counting import Cost, count
-from minillm.stages import mla
+from minillm.stages import STAGES, batching, kernels, mla, speculative, static_batching
+from minillm.stages.drafters import ModelDrafter, NGramDrafter
 from minillm.stages.mla import LatentCache, random_latent_model
+from minillm.stages.quantization import SCHEMES, quantize
+from minillm.stages.quantized_cache import QuantizedKVCache
 from minillm.weights import random_model
 
 VOCAB = 97
@@ -56,8 +59,11 @@ def models() -> dict[str, Transformer]:
     return {shape: lively(config) for shape, config in SHAPES.items()}
 
 
-class Direct:
-    """Section 2.1 of the paper, a head at a time, with no cache: what both forms are held to."""
+class Direct(LatentCache):
+    """Section 2.1 of the paper, a head at a time, with no cache: what both forms are held to.
+
+    A `LatentCache` by name only, as the model asks for one: nothing of that class is used.
+    """
 
     def __init__(self, model: Transformer) -> None:
         self.model, self.config = model, model.config
@@ -323,20 +329,51 @@ def test_full_cache_refuses_and_keeps_what_it_has(absorbed: bool, models: dict[s
 def test_a_generation_makes_a_cache_of_exactly_the_capacity_that_it_needs(
     models: dict[str, Transformer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[LatentCache] = []
-    monkeypatch.setattr(
-        mla, "LatentCache", lambda *args, **kwargs: made.append(LatentCache(*args, **kwargs)) or made[-1]
-    )
+    seen: list[int] = []
+
+    class Noted(LatentCache):
+        def __init__(self, model: Transformer, capacity: int, batch: int = 1) -> None:
+            super().__init__(model, capacity, batch)
+            seen.append(capacity)
+
+    monkeypatch.setattr(mla, "LatentCache", Noted)
     mla.generate(models["query latent"], [1, 2, 3], 5)
-    assert [cache.capacity for cache in made] == [7]  # the last new token is not fed
+    assert seen == [7]  # the last new token is not fed
+
+
+def plain() -> Transformer:
+    return random_model(ModelConfig("plain", 1, 16, 2, 1, 8, 16, VOCAB, 32), dtype=torch.float64)
 
 
 def test_a_model_without_latents_is_refused() -> None:
-    model = random_model(ModelConfig("plain", 1, 16, 2, 1, 8, 16, 11, 32))
-    for attempt in (lambda: LatentCache(model, 4), lambda: mla.generate(model, [1], 2)):
+    for attempt in (lambda: LatentCache(plain(), 4), lambda: mla.generate(plain(), [1], 2)):
         with pytest.raises(UsageError, match="plain has no latent attention") as error:
             attempt()
         assert is_one_sentence(str(error.value))
+
+
+OTHER_RUNS: dict[str, Callable[[Transformer], object]] = {
+    name: lambda model, stage=stage: stage.generate(stage.prepared(model), [1, 2, 3], 4)
+    for name, stage in STAGES.items()
+}
+OTHER_RUNS |= {
+    "several at once": lambda model: batching.generate(model, [[1, 2, 3], [4]], 4),
+    "several, padded": lambda model: static_batching.generate(model, [[1, 2, 3], [4]], 4),
+    "n-gram look-up": lambda model: speculative.generate(model, [1, 2], 4, drafter=NGramDrafter()),
+    "as a drafter": lambda model: speculative.generate(plain(), [1, 2], 4, drafter=ModelDrafter(model)),
+    "kernels, not quantized": lambda model: kernels.generate(model, [1, 2], 4),
+    "kernels, a prompt of one token": lambda model: kernels.generate(model, [1], 4),
+    "an int8 cache": lambda model: logits_through(model, torch.tensor([[1]]), QuantizedKVCache(model, 4), size=1),
+}
+OTHER_RUNS |= {f"weights in {scheme}": lambda model, scheme=scheme: quantize(model, scheme) for scheme in SCHEMES}
+
+
+@every_shape
+@pytest.mark.parametrize("run", OTHER_RUNS.values(), ids=OTHER_RUNS)
+def test_a_stage_of_keys_and_values_refuses_latents(shape: str, run: Any, models: dict[str, Transformer]) -> None:
+    with pytest.raises(UsageError, match="has latent attention") as error:
+        run(models[shape])
+    assert str(error.value).endswith("by stages.mla.") and is_one_sentence(str(error.value))
 
 
 @pytest.mark.parametrize(
@@ -346,14 +383,21 @@ def test_a_model_without_latents_is_refused() -> None:
     ids=str,
 )  # fmt: skip
 def test_an_impossible_shape_is_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(MinillmError) as error:
+    words = "must be at least 1" if min(change.values()) < 1 else "has one KV head, and no q/k norm, bias or window"
+    with pytest.raises(MinillmError, match=words) as error:
         wide(SHAPES["one query matrix"], **change)
     assert is_one_sentence(str(error.value))
 
 
 def test_a_prompt_that_cannot_run_is_refused(models: dict[str, Transformer]) -> None:
-    for prompt, n in (([], 3), ([VOCAB], 3), ([1], 0), ([1] * 192, 2)):
-        with pytest.raises(UsageError):
+    refused = (
+        ([], 3, "is empty"),
+        ([VOCAB], 3, "Token id 97"),
+        ([1], 0, "ask for at least 1"),
+        ([1] * 192, 2, "the 192 positions"),
+    )
+    for prompt, n, words in refused:
+        with pytest.raises(UsageError, match=words):
             mla.generate(models["query latent"], prompt, n)
 
 

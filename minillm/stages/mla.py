@@ -42,7 +42,8 @@ class LatentAttention(nn.Module):
     """Takes the place of `model.Attention`: the same call, other projections.
 
     The cache is given the latent as k and as v, and applies `kv_up`, W_UK and W_UV of every head, in the form that it likes.
-    The config's `head_dim` is d_r, the part of a head that RoPE rotates.
+    The config's `head_dim` is d_r, the part of a head that RoPE rotates. Raises `UsageError` for a cache of keys and values,
+    which is what the other stages bring.
     """
 
     def __init__(self, config: LatentConfig) -> None:
@@ -69,6 +70,7 @@ class LatentAttention(nn.Module):
     def forward(self, x: Tensor, layer: int, rotation: tuple[Tensor, Tensor], cache: Cache) -> Tensor:
         B, T, _ = x.shape
         config = self.config
+        _check_cache(cache, config)
         q = self.q(x).view(B, T, -1, config.d_qk).transpose(1, 2)  # (B, Hq, T, d_nope + d_r)
         q_nope, q_rope = q.split([config.d_nope, config.head_dim], dim=-1)
         q = torch.cat([q_nope, rotate(q_rope, rotation)], dim=-1)
@@ -161,6 +163,13 @@ class LatentCache:
         absorb = self.absorbed and T < self.length
         attention = absorbed_attention if absorb else expanded_attention
         return attention(q, latents, self.up[layer], self.d_nope)
+
+
+def _check_cache(cache: Cache, config: LatentConfig) -> None:
+    if not isinstance(cache, LatentCache):
+        raise UsageError(
+            f"{config.name} has latent attention, and {type(cache).__name__} keeps keys and values: run it by stages.mla."
+        )
 
 
 def run(model: Transformer, tokens: Tensor, max_new_tokens: int, sampler: SamplerLike, recorder: Recorder) -> None:

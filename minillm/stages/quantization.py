@@ -24,6 +24,7 @@ from torch import nn
 
 from minillm.device import DTYPE_NAMES
 from minillm.errors import MinillmError, UsageError
+from minillm.latent_config import LatentConfig
 from minillm.model import Transformer
 from minillm.stages.quantized_linear import (
     FastFP8Linear,
@@ -56,8 +57,9 @@ def quantize(
     Embedding and norms are shared with it; activations keep its dtype. `group_size` is int4's. `head` is another scheme for
     the head, None to leave it as it is. `readable` takes the layers that define the values in place of the fast ones. A model
     on the `meta` device gives one on `meta`, for predictions.
-    Raises `UsageError` for an unknown scheme, a group that does not divide, a model that is quantized already or of a dtype
-    that the kernels lack; `MinillmError` for a scheme that the device lacks and for weights that are not finite.
+    Raises `UsageError` for an unknown scheme, a group that does not divide, a model that is quantized already, has latent
+    attention or is of a dtype that the kernels lack; `MinillmError` for a scheme that the device lacks and for weights that are
+    not finite.
     """
     head = scheme if head == "same" else head
     schemes = {scheme} | ({head} if head is not None else set())
@@ -87,6 +89,10 @@ def _check(model: Transformer, schemes: set[str], readable: bool) -> None:
             _check_device(scheme, model.device)
     if any(isinstance(layer, QuantizedLinear) for layer in model.modules()):
         raise UsageError(f"{model.config.name} is quantized already: quantize the model that it was made from.")
+    if isinstance(model.config, LatentConfig):  # its cache multiplies by W_UK and W_UV, and wants them as numbers
+        raise UsageError(
+            f"{model.config.name} has latent attention, which is not quantized here: run it as it is, by stages.mla."
+        )
     if model.dtype not in (torch.float32, torch.bfloat16) and not (readable and model.dtype is torch.float16):
         name = DTYPE_NAMES.get(model.dtype, str(model.dtype).removeprefix("torch."))
         raise UsageError(
