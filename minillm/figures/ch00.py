@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import FuncFormatter
 
 from minillm.figures.picture import BLUE, DARK, GRAY, ORANGE, PALE, Picture, blank, picture, plain
 from minillm.roofline.ceilings import Ceilings
@@ -94,7 +93,7 @@ def percentiles(values: Sequence[float], marks: Mapping[str, float]) -> Picture:
         xlim=(-1, len(values) + 1),
     )
     axes.set_ylim(5e2 * min(values), 2e3 * max(values))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
     plain(axes)
     return figure
@@ -150,7 +149,7 @@ def batch(
     axes.set_ylabel("FLOP per byte")
     ticks = [b for b in (1, 4, 16, 64, 256, 1024) if b <= batches[-1]]
     axes.set_xticks(ticks, [str(b) for b in ticks])
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
     plain(axes)
     return figure
@@ -177,7 +176,7 @@ def limits(cases: Mapping[str, Mapping[str, float]]) -> Picture:
     axes.invert_yaxis()
     every = [1e3 * s for by_limit in cases.values() for s in by_limit.values()]
     axes.set(xscale="log", xlabel="ms, logarithmic", xlim=(min(every) / 2, max(every) * 6))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.legend(loc="lower right", fontsize=SMALL, frameon=False, ncols=3, bbox_to_anchor=(1, 1))
     plain(axes)
     return figure

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Circle, FancyBboxPatch, Rectangle
 
 from minillm.config import ModelConfig
-from minillm.figures.picture import BLUE, DARK, GRAY, ORANGE, PALE, Picture, blank, picture, plain
+from minillm.figures.picture import BLUE, DARK, DOTS, GRAY, LINES, ORANGE, PALE, Picture, blank, picture, plain
 from minillm.roofline.ceilings import Ceilings
 from minillm.roofline.plot import draw_roofline
 from minillm.roofline.position import Position
@@ -75,7 +75,10 @@ def rotations(head_dim: int, theta: float, pairs: Sequence[int] = (0, 4, 8, 16),
         for position in range(positions):
             x, y = math.cos(position * frequency), math.sin(position * frequency)
             axes.plot([0, x], [0, y], color=str(0.75 - 0.75 * position / (positions - 1)), linewidth=1.4)
-            if position in (0, 1, 2, 3, positions - 1) and (position == 0 or frequency * max(position, 1) > 0.18):
+            apart = (
+                position == 0 or frequency * position > 0.18
+            )  # radians: nearer to the first hand, numbers would overlap
+            if apart and position in (0, 1, 2, 3, positions - 1):
                 axes.text(1.2 * x, 1.2 * y, str(position), fontsize=8, ha="center", va="center")
         turn = 2 * math.pi / frequency
         axes.set_title(f"pair {pair}: a full turn\nin {turn:,.0f} positions", fontsize=8)
@@ -147,7 +150,7 @@ def cost(config: ModelConfig, longest: int = 100_000) -> Picture:
 def step_times(title: str, stages: Mapping[str, Sequence[float]], predicted: Mapping[str, Sequence[float]]) -> Picture:
     """Milliseconds that each new token took, by stage, beside what was predicted. Seconds in, the first token included."""
     result, axes = picture(f"milliseconds a token: {title}", height=2.9)
-    looks = zip("os^D", (ORANGE, BLUE, DARK, GRAY), ("-", "--", "-.", ":"), strict=True)
+    looks = zip(DOTS, (ORANGE, BLUE, DARK, GRAY), LINES, strict=True)
     for (name, times), (marker, color, line) in zip(stages.items(), looks, strict=False):
         numbers = np.arange(1, len(times) + 1)
         axes.plot(numbers, 1e3 * np.asarray(times), marker, color=color, markersize=4.5, label=f"{name}, measured")

@@ -7,10 +7,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from minillm.figures.picture import BLUE, DARK, GRAY, ORANGE, Picture, blank, picture, plain
+from minillm.figures.picture import BLUE, DARK, DOTS, GRAY, LINES, ORANGE, Picture, blank, picture, plain
 from minillm.latent_config import LatentConfig
 
-LINES = ("-", "--", "-.", ":")
 KINDS = {"MHA": ("s", DARK), "GQA": ("o", BLUE), "MQA": ("^", ORANGE), "MLA": ("D", GRAY)}  # marker and color
 
 
@@ -39,7 +38,7 @@ def head_maps(n_heads: int, kv_heads: Sequence[int]) -> Picture:
         for j in range(n_kv):
             _square(axes, (j + 0.5) * group - 0.2, 0.8, BLUE, str(j))
         axes.text(n_heads / 2 + 0.2, 0.1, f"Hkv = {n_kv}, G = {group}", ha="center", fontsize=8)
-        axes.set_title(f"{kind}", fontsize=9)
+        axes.set_title(kind, fontsize=9)
     all_axes[0].text(0.2, 4.15, "query heads (white) on KV heads (blue)", fontsize=8)
     return result
 
@@ -103,16 +102,15 @@ def bytes_per_token(models: Sequence[Model]) -> Picture:
         axes.plot(model.expanded, y, marker, color=color, markerfacecolor="white", markersize=5)
         axes.plot(model.stored, y, marker, color=color, markersize=7)
         if model.beyond_window is not None:
-            end = max(model.beyond_window, 1_600)
+            end = max(model.beyond_window, 1_600)  # 0 has no place on a log scale: it points at the edge
             arrow = {"arrowstyle": "->", "color": color, "linestyle": ":", "linewidth": 1}
             axes.annotate("", (end, y), (model.stored * 0.9, y), arrowprops=arrow)
     axes.set_yticks(range(len(models)), [f"{m.name}  {m.stored:,}" for m in models], fontsize=8)
     axes.set(xscale="log", xlim=(1_500, 8e6), xlabel="bytes a token (2 bytes a number)")
     axes.set_ylim(len(models) - 0.3, -0.8)
-    present = [kind for kind in KINDS if any(m.kind == kind for m in models)]
-    for kind in present:
-        marker, color = KINDS[kind]
-        axes.plot([], [], marker, color=color, label=kind)
+    for kind, (marker, color) in KINDS.items():
+        if any(model.kind == kind for model in models):
+            axes.plot([], [], marker, color=color, label=kind)
     axes.legend(fontsize=8, frameon=False, loc="upper right", ncols=2, title="hollow: for each query head",
                 title_fontsize=8)  # fmt: skip
     axes.grid(True, axis="x", color="0.92")
@@ -129,7 +127,7 @@ def step_over_context(contexts: Sequence[int], panels: Mapping[str, tuple[Curves
     result, all_axes = picture(
         f"decode step over context, {' and '.join(panels)}", height=3.2, ncols=len(panels), squeeze=False
     )
-    looks = list(zip("os^D", (ORANGE, BLUE, DARK, GRAY), LINES, strict=True))
+    looks = list(zip(DOTS, (ORANGE, BLUE, DARK, GRAY), LINES, strict=True))
     for axes, (title, (measured, predicted)) in zip(all_axes[0], panels.items(), strict=True):
         for (name, seconds), (marker, color, line) in zip(measured.items(), looks, strict=False):
             axes.plot(contexts, 1e3 * np.asarray(seconds), marker, color=color, markersize=5, label=f"{name}, measured")

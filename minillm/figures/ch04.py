@@ -8,14 +8,12 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from minillm.figures.picture import BLUE, DARK, GRAY, ORANGE, PALE, Picture, blank, picture, plain
+from minillm.figures.picture import BLUE, COLORS, DARK, DOTS, GRAY, LINES, ORANGE, PALE, Picture, blank, picture, plain
 from minillm.roofline.ceilings import Ceilings
+from minillm.roofline.plot import roof
 from minillm.roofline.position import Position
 
 Slots = Sequence[Sequence[Hashable | None]]  # of each step, whose token each slot gave; None: computed for nobody
-LINES = ("-", "--", "-.", ":")
-DOTS = "os^D"
-COLORS = (BLUE, ORANGE, DARK, GRAY)
 LIGHT = "#b9d3ea"
 
 
@@ -156,9 +154,8 @@ def climb(
     points = [position for positions in panels.values() for position in positions.values()]
     low = min(p.cost.intensity for p in points) / 2
     high = 2.5 * max(ceilings.ridge, *limits)
-    roof = [(x, ceilings.attainable(x)) for x in (low, ceilings.ridge, high)]
     for axes, (title, positions), limit, most in zip(all_axes[0], panels.items(), limits, fits, strict=True):
-        axes.plot(*np.array(roof).T, color=DARK, linewidth=1.5)
+        axes.plot(*roof(ceilings, low, high).T, color=DARK, linewidth=1.5)
         axes.axvline(limit, color=ORANGE, linestyle="--", linewidth=1.3)
         axes.plot([ceilings.ridge] * 2, [0, ceilings.peak], color=DARK, linewidth=0.8, linestyle=":")
         for i, (batch, position) in enumerate(positions.items()):

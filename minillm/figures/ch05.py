@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.patches import Rectangle
 
-from minillm.figures.picture import BLUE, DARK, GRAY, ORANGE, PALE, Picture, blank, picture, plain
+from minillm.figures.picture import BLUE, DARK, GRAY, LINES, ORANGE, PALE, Picture, blank, picture, plain
 from minillm.roofline.ceilings import Ceilings
+from minillm.roofline.plot import roof
 from minillm.roofline.position import Position
 
-LINES = ("-", "--", "-.", ":")
-DOTS = "os^Dv"
+DOTS = "os^Dv"  # for five schemes
 COLORS = (DARK, BLUE, ORANGE, GRAY, "#2f8f4e")
 
 
@@ -98,8 +98,7 @@ def two_roofs(stages: Mapping[str, Sequence[Position]], low: Ceilings, high: Cei
     left, right = min(p.cost.intensity for p in points) / 2, 3 * max(p.cost.intensity for p in points)
     bottom = min(p.achieved for p in points) / 2.5
     for ceilings, style in ((low, "-"), (high, "--")):
-        corners = [(x, ceilings.attainable(x)) for x in (left, ceilings.ridge, right)]
-        axes.plot(*np.array(corners).T, style, color=DARK, linewidth=1.4)
+        axes.plot(*roof(ceilings, left, right).T, style, color=DARK, linewidth=1.4)
         axes.text(right / 1.1, ceilings.peak * 1.1, f"{ceilings.dtype}, {ceilings.peak / 1e12:,.0f} TFLOP/s",
                   ha="right", va="bottom", fontsize=8)  # fmt: skip
     for i, (name, positions) in enumerate(stages.items()):

@@ -7,12 +7,10 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from minillm.figures.picture import BLUE, DARK, GRAY, ORANGE, PALE, Picture, blank, picture, plain
+from minillm.figures.picture import BLUE, COLORS, DARK, DOTS, GRAY, LINES, ORANGE, PALE, Picture, blank, picture, plain
+from minillm.roofline.plot import roof
 from minillm.roofline.position import Position
 
-LINES = ("-", "--", "-.", ":")
-DOTS = "os^D"
-COLORS = (BLUE, ORANGE, DARK, GRAY)
 LETTER = 0.17  # width of a letter in a box, in rows
 
 
@@ -130,7 +128,7 @@ def shift(panels: Mapping[str, Mapping[int, Position]]) -> Picture:
         ceilings = next(iter(positions.values())).ceilings
         low = min(p.cost.intensity for p in positions.values()) / 2
         high = 3 * max(ceilings.ridge, *(p.cost.intensity for p in positions.values()))
-        axes.plot(*np.array([(x, ceilings.attainable(x)) for x in (low, ceilings.ridge, high)]).T, color=DARK, lw=1.5)
+        axes.plot(*roof(ceilings, low, high).T, color=DARK, linewidth=1.5)
         for i, (n, position) in enumerate(positions.items()):
             point = (position.cost.intensity, position.achieved)
             axes.plot(*point, DOTS[0] if n > 1 else "D", color=BLUE if n > 1 else ORANGE, markersize=5.5)

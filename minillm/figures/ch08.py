@@ -4,13 +4,9 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
-from matplotlib.ticker import FuncFormatter
 
-from minillm.figures.picture import BLUE, DARK, GRAY, ORANGE, PALE, Picture, blank, picture, plain
+from minillm.figures.picture import BLUE, COLORS, DARK, DOTS, LINES, ORANGE, PALE, Picture, blank, picture, plain
 
-LINES = ("-", "--", "-.", ":")
-DOTS = "os^D"
-COLORS = (BLUE, ORANGE, DARK, GRAY)
 FACES = ((BLUE, ""), (ORANGE, "//"), (PALE, ""))
 
 
@@ -56,7 +52,7 @@ def against_overhead(overheads_us: Sequence[float], steps_ms: Mapping[str, Seque
         axes.plot(overheads_us, values, LINES[i % 4], color=COLORS[i % 4], linewidth=1.4, label=name)
     axes.set(xscale="log", yscale="log", xlabel="overhead of an operator, us", ylabel="ms a decode step")
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_major_formatter("{x:g}")
     axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     axes.grid(True, color="0.92")
     plain(axes)

@@ -11,6 +11,10 @@ DPI = 110
 
 # Told apart in black and white: by lightness, and where areas touch by hatching as well.
 DARK, BLUE, ORANGE, GRAY, PALE = "#222222", "#1f6fb4", "#d9822b", "#8a8a8a", "#e6e6e6"
+# The i-th curve of a picture has the i-th of each: no two look alike in black and white.
+COLORS = (BLUE, ORANGE, DARK, GRAY)
+LINES = ("-", "--", "-.", ":")
+DOTS = "os^D"
 
 
 class Picture(Figure):

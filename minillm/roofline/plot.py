@@ -20,8 +20,8 @@ from minillm.files import write_file
 from minillm.roofline.ceilings import Ceilings
 from minillm.roofline.position import Position
 
-MARKERS = "os^Dvph*X"
 Line = np.ndarray  # corners (N, 2): intensity, FLOP/s
+MARKERS = "os^Dvph*X"
 COLORS = ("#c44e20", "#1f6fb4", "#2f8f4e", "#7a4fa3", "#a8861c", "#b03a67", "#3a8a94", "#6d6d6d", "#20449a")
 
 
@@ -40,7 +40,8 @@ def draw_roofline(
     for i, positions in enumerate(stages.values()):
         for position in positions:
             _draw_marker(axes, position, MARKERS[i % len(MARKERS)], COLORS[i % len(COLORS)])
-    for start, end in _arrows(list(stages.values())):
+    arrows = _arrows(list(stages.values()))
+    for start, end in arrows:
         style = {"arrowstyle": "->", "color": "0.35", "shrinkA": 8, "shrinkB": 8, "linewidth": 1.1}
         axes.annotate("", end, start, arrowprops=style)
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=_rate_range(points, measured, datasheet))
@@ -50,10 +51,9 @@ def draw_roofline(
     legend = axes.legend(loc="upper left", fontsize=8, frameon=False)
     axes.figure.draw_without_rendering()  # type: ignore[union-attr]  # lays the figure out: labels are placed in its pixels
     texts = [*_label_roof(axes, measured, low), *legend.get_texts()]
-    lines = [_roof(roof, low, high) for roof in (measured, datasheet) if roof] + _arrows(list(stages.values()))
-    _label_points(
-        axes, lines, texts, [(stage, position) for stage, positions in stages.items() for position in positions]
-    )
+    lines = [roof(ceilings, low, high) for ceilings in (measured, datasheet) if ceilings]
+    named = [(stage, position) for stage, positions in stages.items() for position in positions]
+    _label_points(axes, [*lines, *arrows], texts, named)
 
 
 def save_roofline(
@@ -88,11 +88,11 @@ def _rate_range(points: Sequence[Position], *ceilings: Ceilings | None) -> tuple
 
 
 def _draw_roof(axes: Axes, ceilings: Ceilings, low: float, high: float, **style: str) -> None:
-    axes.plot(*_roof(ceilings, low, high).T, linewidth=1.6, **style)  # type: ignore[arg-type]
+    axes.plot(*roof(ceilings, low, high).T, linewidth=1.6, **style)  # type: ignore[arg-type]
 
 
-def _roof(ceilings: Ceilings, low: float, high: float) -> Line:
-    """The slope and the flat roof: three points of (intensity, FLOP/s)."""
+def roof(ceilings: Ceilings, low: float, high: float) -> Line:
+    """The slope and the flat roof between two intensities (FLOP/byte): three corners, (3, 2), of intensity and FLOP/s."""
     return np.array([(x, ceilings.attainable(x)) for x in (low, ceilings.ridge, high)])
 
 
@@ -100,7 +100,7 @@ def _label_roof(axes: Axes, ceilings: Ceilings, low: float) -> list[Text]:
     ridge, peak = ceilings.ridge, ceilings.peak
     axes.plot([ridge, ridge], [0, peak], color="black", linewidth=0.8, linestyle=":")
     middle = (low * ridge) ** 0.5  # halfway up the slope
-    (x0, y0), (x1, y1) = axes.transData.transform(_roof(ceilings, middle, ridge)[:2])
+    (x0, y0), (x1, y1) = axes.transData.transform(roof(ceilings, middle, ridge)[:2])
     slope = math.degrees(math.atan2(y1 - y0, x1 - x0))
     return [
         axes.annotate(
