@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -589,6 +590,33 @@ def test_a_step_costs_the_same_however_much_of_the_cache_is_unused(device: str) 
     small = steady_step(device, 3, 31)
     assert small.calls == steady_step(device, 64, 31).calls == steady_step(device, 3, 5000).calls
     assert small.calls == steady_step("cpu", 3, 31).calls
+
+
+def test_a_step_attends_once_for_all_that_decode_and_once_more_for_each_prompt() -> None:
+    model = lively_model(SHAPES["llama"])
+    engine = Engine(model, max_batch=4, max_length=40)
+    for new_prompts, attentions in ((2, 1 + 2), (0, 1), (1, 1 + 1), (0, 1)):
+        for prompt in PROMPTS[2 : 2 + new_prompts]:
+            engine.submit(Row(model, Request(prompt, 9)))
+        cost = count(engine.step)
+        calls = sum(n for op, n in cost if op.name == "scaled_dot_product_attention")
+        assert calls == attentions * model.config.n_layers
+
+
+def test_a_window_that_reaches_the_first_token_costs_nothing() -> None:
+    """Of rows of one length, that is: there no mask is made, which fused kernels would not take."""
+
+    def step_at(length: int, window: int | None) -> Any:
+        model = lively_model(replace(SHAPES["llama"], sliding_window=window))
+        engine = Engine(model, 2, 20)
+        for prompt in ([1] * (length - 1), [2] * (length - 1)):
+            engine.submit(Row(model, Request(prompt, 9)))
+        engine.step()  # prefill: the slots hold length - 1 tokens
+        return count(engine.step)
+
+    plain = step_at(9, None)
+    assert step_at(9, 9).calls == step_at(9, 10).calls == plain.calls
+    assert step_at(10, 9).n_operators > step_at(10, None).n_operators
 
 
 @pytest.mark.parametrize("size", [k * BLOCK + step for k in (1, 2) for step in (-1, 0, 1)])
