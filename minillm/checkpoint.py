@@ -24,7 +24,8 @@ from minillm.download import default_model_path, hub_folder
 from minillm.errors import MinillmError, UsageError
 from minillm.gguf_file import GGUFFile
 from minillm.model import Transformer
-from minillm.tokenizer import Tokenizer, byte_tokenizer, tokenizer_from_folder, tokenizer_from_gguf
+from minillm.tokenizer import Tokenizer
+from minillm.tokenizer_sources import byte_tokenizer, tokenizer_from_folder, tokenizer_from_gguf
 from minillm.weights import StoredTensor, fill_model, random_model
 
 __all__ = [

@@ -20,7 +20,7 @@ LAYERS = {
     ],
     "loading": [
         "gguf_file", "checkpoint_config", "tokenizer_check", "template_worker", "chat_template", "text_stream", "tokenizer",
-        "checkpoint", "__init__",
+        "tokenizer_sources", "checkpoint", "__init__",
     ],
     "stages": ["stages"],
     "roofline": ["roofline"],

@@ -23,7 +23,7 @@ from minillm.checkpoint import config_from_hf, load_gguf, load_safetensors, rand
 from minillm.config import KNOWN_MODELS, llama3_rope_factors
 from minillm.errors import MinillmError, UsageError
 from minillm.stages.naive import NoCache
-from minillm.tokenizer import byte_tokenizer
+from minillm.tokenizer_sources import byte_tokenizer
 
 transformers = pytest.importorskip("transformers")
 
@@ -649,8 +649,6 @@ def fail_offline(repo: str, **options: Any) -> str:
 
 
 def test_hub_name_loads_the_folder_that_the_hub_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from minillm.tokenizer import byte_tokenizer
-
     theirs = tiny("qwen3")
     theirs.save_pretrained(tmp_path)
     byte_tokenizer(120 + 200).backend.save(str(tmp_path / "tokenizer.json"))

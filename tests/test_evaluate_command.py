@@ -10,7 +10,6 @@ import torch
 from helpers import SHAPES, lively_model, one_thread, wide  # noqa: F401
 from test_cli import assert_one_sentence, run  # noqa: F401
 
-import minillm
 from minillm import evaluate_command
 from minillm.evaluate_command import bits_per_weight, in_dtype, is_own_grid
 from minillm.evaluation import compare, prose
@@ -18,6 +17,7 @@ from minillm.model import Transformer
 from minillm.stages.quantization import quantize
 from minillm.stages.quantized_cache import QuantizedKVCache
 from minillm.stages.quantizers import dequantize_int4, group_int4
+from minillm.tokenizer_sources import byte_tokenizer
 
 Run = Callable[..., tuple[int, str, str]]
 # 4 query heads on 1 KV head of 16: qkv (96, 64), o (64, 64), gate and up (256, 64), down (64, 128); head (256, 64).
@@ -44,7 +44,7 @@ ROWS = [
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Transformer:
     """A model in which every parameter matters, in place of the one that the command would load."""
-    model, tokenizer = lively_model(CONFIG), minillm.tokenizer.byte_tokenizer(CONFIG.vocab_size)
+    model, tokenizer = lively_model(CONFIG), byte_tokenizer(CONFIG.vocab_size)
 
     def load(name: str, device: torch.device, dtype: str) -> Any:
         assert (device.type, dtype) == ("cpu", "fp32")

@@ -36,7 +36,7 @@ from minillm import (
 from minillm.checkpoint import load_gguf, load_safetensors
 from minillm.errors import MinillmError
 from minillm.gguf_file import GGUFFile
-from minillm.tokenizer import tokenizer_from_folder, tokenizer_from_gguf
+from minillm.tokenizer_sources import tokenizer_from_folder, tokenizer_from_gguf
 
 SECONDS = 8.0  # far more than any of these takes on an idle machine
 

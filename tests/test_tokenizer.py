@@ -18,7 +18,8 @@ from minillm.download import default_model_path
 from minillm.errors import MinillmError, UsageError
 from minillm.gguf_file import GGUFFile
 from minillm.text_stream import BYTE_OF_LETTER, ByteStream, WindowStream
-from minillm.tokenizer import Tokenizer, byte_tokenizer, tokenizer_from_folder, tokenizer_from_gguf
+from minillm.tokenizer import Tokenizer
+from minillm.tokenizer_sources import byte_tokenizer, tokenizer_from_folder, tokenizer_from_gguf
 
 TEXTS = [
     "Hello, world!",
