@@ -75,11 +75,22 @@ def test_given_tensors_are_left_alone() -> None:
         lambda x: torch.equal(x, x + 1),
         lambda x: x.masked_select(x > 0),
         lambda x: x.unique(),
+        lambda x: x.clone().__setitem__(x > 0, torch.ones(2)),
+        lambda x: x.index_put((x > 0,), torch.ones(2)),
     ],
 )
 def test_a_number_that_the_host_waits_for_ends_a_recording(read: Callable[[Tensor], object]) -> None:
     with pytest.raises(HostReads, match="the host waits"):
         Captured(read, [torch.tensor([1.0, 2.0])])
+
+
+def test_one_number_for_all_places_of_a_mask_is_recorded() -> None:
+    def step(x: Tensor) -> Tensor:
+        hidden = x.clone()
+        hidden[x < 0] = -9.0
+        return hidden
+
+    assert Captured(step, [torch.tensor([1.0, -2.0])])(torch.tensor([-3.0, 4.0])).tolist() == [-9, 4]
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -118,6 +118,7 @@ MUTANTS = [
     Mutant("static_attend", "Appends to tensors that grow.", code=GROWING),
     Mutant("static_attend", "Writes into new tensors.", (WRITE, "self.keys = self.keys.index_copy(2, position, k)\n        self.values = self.values.index_copy(2, position, v)"), says="stays as it was"),
     Mutant("static_attend", "Picks the visible columns.", (ATTEND, "seen = visible.view(-1)\n        out = F.scaled_dot_product_attention(rows, self.keys[:, :, :S][:, :, seen], self.values[:, :, :S][:, :, seen])"), says="host wait"),
+    Mutant("static_attend", "Writes where a mask says.", (WRITE, "here = torch.arange(self.keys.shape[2]) == position\n        self.keys[:, :, here], self.values[:, :, here] = k, v"), says="host wait"),
     Mutant("static_attend", "Looks at the mask.", (ATTEND, "S = int(visible.sum())\n        out = F.scaled_dot_product_attention(rows, self.keys[:, :, :S], self.values[:, :, :S])"), says="host wait"),
     Mutant("static_attend", "Hides no column.", (", attn_mask=visible", "")),
     Mutant("static_attend", "Keeps no values.", ("self.values.index_copy_(2, position, v)", "pass")),

@@ -58,7 +58,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         packet = func.overloadpacket
-        if packet in _WAITING or (packet is aten.index and any(_is_mask(i) for i in args[1])):
+        if packet in _WAITING or _picks_by_mask(packet, args):
             raise HostReads(
                 f"the host waits for a number that is in a tensor (aten.{packet.__name__}), which ends a capture"
             )
@@ -67,5 +67,12 @@ class _Recorder(TorchDispatchMode):
         return result
 
 
-def _is_mask(index: Tensor | None) -> bool:
-    return index is not None and index.dtype in (torch.bool, torch.uint8)
+def _picks_by_mask(packet: Any, args: Any) -> bool:
+    """Whether places are read or written that a mask selects: how many, and which, is found by `nonzero` first.
+
+    One number for all of them is written by `masked_fill`, which needs no places.
+    """
+    if packet not in (aten.index, aten.index_put, aten.index_put_):
+        return False
+    masked = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return masked and (packet is aten.index or args[2].numel() > 1)

@@ -123,7 +123,7 @@ DIGESTS: dict[str, str] = {
     "ch06/mutants.py": "ea60ba15ed0851d1040abc03add1a847853cab03634125d5ffa9974dd40e25b4",
     "ch06/solution.py": "68982d331bebde40096627e4a079e99c17e8c4b4b3dfe827de8c6e7e7562977c",
     "ch06/test_exercise.py": "d1c7e3dd56cc5223cad50ef940d45ec5c2ed6629b232245bef3e823538c26003",
-    "ch08/mutants.py": "1e1ffdb32decdd62513c3c0c618f1613583eaa63f5c183b8ba151e9640af38e2",
+    "ch08/mutants.py": "e401a6438a135d81a50ca71b4c9faabd2ecd6eeba943d412f229c8cd56cb6f3d",
     "ch08/solution.py": "1b68f561d9dd1e543d4283640585180e3267ed2ffb44e5b2dfc4034c8d4f4a68",
     "ch08/test_exercise.py": "b3d9814b8ed06c8cf85df1f3cf74ff5003a64b5607b74a5fa63bb5d33ede8145",
 }
