@@ -44,6 +44,12 @@ def prose() -> str:
     return resources.files("minillm").joinpath("data/prose.txt").read_text(encoding="utf-8")
 
 
+def check_text(tokens: Sequence[int]) -> None:
+    """Raise `UsageError` for a text too short to be scored."""
+    if len(tokens) < 2:
+        raise UsageError(f"The text has {len(tokens)} tokens: at least 2 are needed, one to predict another from.")
+
+
 def perplexity(
     model: Transformer, tokens: Sequence[int], *, window: int = WINDOW, cache: MakeCache = GroupedKVCache
 ) -> float:
@@ -88,8 +94,7 @@ def compare(
 def _windows(model: Transformer, tokens: Sequence[int], window: int) -> Iterator[list[int]]:
     """Pieces of 2 to `window` tokens. A last token alone in its window predicts nothing and is left out."""
     config = model.config
-    if len(tokens) < 2:
-        raise UsageError(f"The text has {len(tokens)} tokens: at least 2 are needed, one to predict another from.")
+    check_text(tokens)
     if window < 2 or min(window, len(tokens)) > config.max_positions:
         raise UsageError(
             f"The window is {window}; it must lie between 2 and the model's {config.max_positions} positions."

@@ -25,10 +25,8 @@ LAYERS = {
     "stages": ["stages"],
     "roofline": ["roofline"],
     "book": ["book", "side_by_side", "figures"],
-    "commands": [
-        "report", "tour", "trace", "workload", "answer_file", "batch_command", "evaluation", "evaluate_command", "profile_command",
-        "doctor",
-    ],
+    "tasks": ["report", "tour", "trace", "workload", "answer_file", "evaluation", "schemes", "doctor"],
+    "commands": ["commands"],
     "grading": ["grading"],
     "cli": ["cli"],
 }  # fmt: skip

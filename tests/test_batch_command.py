@@ -217,7 +217,7 @@ def test_where_no_line_can_be_served_no_model_is_loaded(
     prompts: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("minillm.batch_command.load", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("minillm.commands.batch.load", lambda *_: pytest.fail("a model was loaded"))
     write(prompts, [b"{", b"}"])
     status, _, error = run("batch", str(prompts), *MODEL)
     assert (status, error.count("\n")) == (1, 3)
@@ -288,7 +288,7 @@ def test_a_second_run_keeps_the_answers_and_loads_no_model(
 ) -> None:
     assert run("batch", str(prompts), *MODEL)[0] == 0
     before = answers_of(prompts).read_bytes()
-    monkeypatch.setattr("minillm.batch_command.load", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("minillm.commands.batch.load", lambda *_: pytest.fail("a model was loaded"))
     status, output, error = run("batch", str(prompts), *MODEL)
     assert (status, error) == (0, "")
     assert "7 of 7 prompts are answered" in output

@@ -16,7 +16,7 @@ from minillm.cli import main
 from minillm.errors import MinillmError
 from minillm.roofline.ceilings import CeilingMeter
 
-COMMANDS = ["tour", "generate", "batch", "roofline", "predict", "evaluate", "doctor"]
+COMMANDS = ["tour", "generate", "batch", "roofline", "predict", "profile", "evaluate", "grade", "doctor"]
 PREDICT = ["predict", "--model", "tiny", "--hardware", "h100-sxm", "--stage", "kv_cache"]
 GENERATE = ["generate", "hi", "--model", "tiny", "--device", "cpu", "--max-new-tokens", "3"]
 TOUR = ["tour", "--model", "tiny", "--device", "cpu", "--max-new-tokens", "2"]
@@ -186,7 +186,7 @@ def test_a_path_that_cannot_be_written_is_told_before_the_work(
     run: Callable[..., tuple[int, str, str]], option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setattr("minillm.load", lambda *_: pytest.fail("the model was loaded first"), raising=False)
+    monkeypatch.setattr("minillm.commands.tour.load", lambda *_: pytest.fail("the model was loaded first"))
     status, _, error = run(*TOUR, option, str(tmp_path / "file" / "result.png"))
     assert_one_sentence(error)
     assert (status, sorted(tmp_path.iterdir())) == (1, [tmp_path / "file"])

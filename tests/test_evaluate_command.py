@@ -10,10 +10,9 @@ import torch
 from helpers import SHAPES, lively_model, one_thread, wide  # noqa: F401
 from test_cli import assert_one_sentence, run  # noqa: F401
 
-from minillm import evaluate_command
-from minillm.evaluate_command import bits_per_weight, in_dtype, is_own_grid
 from minillm.evaluation import compare, prose
 from minillm.model import Transformer
+from minillm.schemes import is_own_grid
 from minillm.stages.quantization import quantize
 from minillm.stages.quantized_cache import QuantizedKVCache
 from minillm.stages.quantizers import dequantize_int4, group_int4
@@ -50,7 +49,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Transformer:
         assert (device.type, dtype) == ("cpu", "fp32")
         return model, tokenizer
 
-    monkeypatch.setattr(evaluate_command, "load", load)
+    monkeypatch.setattr("minillm.commands.evaluate.load", load)
     return model
 
 
@@ -104,11 +103,6 @@ def test_bytes_and_bits_are_those_of_codes_scales_and_zeros(run: Run, tmp_path: 
         assert row["bytes"] == linears + REST * (2 if row["scheme"] == "bf16" else 4) + ROPE
 
 
-def test_a_bias_is_no_weight() -> None:
-    model = lively_model(SHAPES["qwen2"])
-    assert bits_per_weight(model) == 32
-
-
 def test_quantized_layers_take_the_activations_that_dtype_says(run: Run, tmp_path: Path, model: Transformer) -> None:  # noqa: F811
     data, output = evaluated(run, tmp_path, "--dtype", "bf16", "--schemes", "int8,int8_kv", "--tokens", "40")
     fp32, int8, cache = data["rows"]
@@ -116,18 +110,6 @@ def test_quantized_layers_take_the_activations_that_dtype_says(run: Run, tmp_pat
     assert fp32["kl"] == 0 and fp32["bits_per_weight"] == 32  # the reference stays
     assert int8["bytes"] == INT8 + 2 * REST + ROPE
     assert (cache["head"], cache["bits_per_weight"]) == ("bf16", 16)
-
-
-def test_a_copy_in_another_dtype_holds_every_weight() -> None:
-    for shape in SHAPES.values():
-        model = lively_model(shape)
-        copied, expected = (
-            in_dtype(model, torch.bfloat16).state_dict(),
-            lively_model(shape).to(torch.bfloat16).state_dict(),
-        )
-        assert copied.keys() == expected.keys()
-        assert all(torch.equal(copied[name], expected[name]) for name in expected)
-        assert in_dtype(model, torch.float32) is model
 
 
 def test_schemes_and_groups_are_chosen_and_each_comes_once(run: Run, tmp_path: Path, model: Transformer) -> None:  # noqa: F811
@@ -178,20 +160,6 @@ def test_a_checkpoint_that_was_stored_in_4_bits_is_found_out(run: Run, tmp_path:
     assert not is_own_grid(model, 64)
     assert not is_own_grid(lively_model(SHAPES["llama3"]), 64)  # 48 columns
     assert "was stored" not in evaluated(run, tmp_path, *options, "--group-size", "64")[1]
-
-
-def test_17_values_in_one_group_are_no_grid_of_4_bits() -> None:
-    model = lively_model(CONFIG)
-    for block in model.blocks:
-        block.mlp.down.weight.copy_(torch.arange(128) % 16)  # type: ignore[union-attr, operator]
-    assert is_own_grid(model, 32)
-    model.blocks[1].mlp.down.weight[3, 40] = 16  # type: ignore[union-attr, index]
-    assert not is_own_grid(model, 32)
-
-
-def test_the_default_checkpoint_sits_on_a_grid_of_4_bits(smollm2: tuple[Transformer, Any]) -> None:
-    assert is_own_grid(smollm2[0], 32)
-    assert not is_own_grid(smollm2[0], 64)
 
 
 TINY = ["--model", "tiny", "--device", "cpu"]

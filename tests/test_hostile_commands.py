@@ -25,15 +25,15 @@ OPTIONS += ["--hardware", "--batch", "--context", "--overhead", "--schemes", "--
 OPTIONS += ["--exercises", "--submissions", "--time-limit", "--solutions", "--nothing", "--help", "--prompt"]
 # What measures or grades for seconds is stopped where its work would begin: the command line has been judged by then.
 WORK = [
-    "minillm.tour.run_tour",
-    "minillm.cli._measure",
-    "minillm.evaluate_command.compare",
+    "minillm.commands.tour.run_tour",
+    "minillm.roofline.ceilings.CeilingMeter._measure",
+    "minillm.commands.evaluate.measure",
     "minillm.grading.engine.Grading.grade_one",
     "minillm.checkpoint.hub_folder",
     "minillm.checkpoint.default_model_path",
 ]
 TINY = ["--model", "tiny"]
-COMMANDS = ["tour", "generate", "batch", "roofline", "predict", "evaluate", "grade"]
+COMMANDS = ["tour", "generate", "batch", "roofline", "predict", "profile", "evaluate", "grade"]
 
 
 class Reached(minillm.errors.MinillmError):

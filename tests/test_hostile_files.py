@@ -24,7 +24,6 @@ from safetensors.torch import save_file
 import minillm
 from minillm import (
     answer_file,
-    batch_command,
     chat_template,
     checkpoint,
     checkpoint_config,
@@ -34,6 +33,7 @@ from minillm import (
     workload,
 )
 from minillm.checkpoint import load_gguf, load_safetensors
+from minillm.commands.batch import read_questions
 from minillm.errors import MinillmError
 from minillm.gguf_file import GGUFFile
 from minillm.tokenizer_sources import tokenizer_from_folder, tokenizer_from_gguf
@@ -856,7 +856,7 @@ def test_lines_of_any_kind_are_read_or_refused_in_a_sentence(lines: list[bytes],
     path.write_bytes(b"\n".join(lines))
     before = path.read_bytes()
     arrivals, problems = trace.read_trace(path)
-    problems += [f"Line {line}: {problem}" for line, problem in batch_command.read_questions(path, ARGS)[1]]
+    problems += [f"Line {line}: {problem}" for line, problem in read_questions(path, ARGS)[1]]
     assert all(is_one_sentence(problem) and len(problem) < 400 for problem in problems), problems
     if arrivals:  # what was taken can be served
         short = [replace(arrival, prompt=1, output_tokens=1) for arrival in arrivals]

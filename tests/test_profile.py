@@ -13,11 +13,11 @@ import torch
 from helpers import one_thread  # noqa: F401
 from test_cli import assert_one_sentence, run  # noqa: F401
 
-from minillm import generation, profile_command
+from minillm import generation
 from minillm.checkpoint import random_model
+from minillm.commands.profile import findings
 from minillm.config import known_model
 from minillm.errors import UsageError
-from minillm.profile_command import findings
 from minillm.roofline import profile
 from minillm.roofline.ceilings import CeilingMeter, Ceilings
 from minillm.roofline.counting import Cost, Operator
@@ -187,7 +187,7 @@ def test_what_cannot_be_written_is_told_before_anything_is_loaded(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(profile_command, "load", None)
+    monkeypatch.setattr("minillm.commands.profile.load", None)
     status, _, error = run("profile", "gqa", "--json", str(tmp_path))
     assert status == 1
     assert_one_sentence(error)

@@ -53,7 +53,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     output = StringIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CeilingMeter, "_measure", lambda self: SAMPLE)
-        patch.setattr("minillm.report.make_console", lambda: Console(file=output, width=120, highlight=False))
+        patch.setattr("minillm.commands.tour.make_console", lambda: Console(file=output, width=120, highlight=False))
         status = main([*command, "--json", str(paths[0]), "--plot", str(paths[1])])
     return SimpleNamespace(
         status=status, output=output.getvalue(), json=json.loads(paths[0].read_text()), plot=paths[1], folder=folder

@@ -554,7 +554,7 @@ TRAPS = {
                   "self.generator = None if self.sampler is None else self.sampler.generator(device)",
                   "self.generator = None if self.sampler is None else torch.default_generator"),
             Fault("test_batch_command.py::test_drawn_answers_depend_on_seed_and_id_and_on_nothing_else",
-                  "minillm/batch_command.py",
+                  "minillm/commands/batch.py",
                   "seed = None if args.seed is None else derived_seed(args.seed, id)",
                   "seed = None if args.seed is None else derived_seed(args.seed, number)"),
         ),
