@@ -28,16 +28,6 @@ from minillm.tokenizer import Tokenizer
 from minillm.tokenizer_sources import byte_tokenizer, tokenizer_from_folder, tokenizer_from_gguf
 from minillm.weights import StoredTensor, fill_model, random_model
 
-__all__ = [
-    "config_from_hf",
-    "default_model_path",
-    "load",
-    "load_gguf",
-    "load_safetensors",
-    "random_model",
-    "read_config",
-]
-
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 MAX_HEADER_BYTES = 16 << 20  # of a safetensors file: some 100,000 tensors
 _SAFETENSORS_TYPES = ("F64", "F32", "F16", "BF16")

@@ -47,7 +47,7 @@ CHUNK_ELEMENTS = 1 << 18  # dequantized at once: 1 MiB in float32, so that the w
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class TensorEntry:
     """Where a tensor lies in the file. `shape` is in PyTorch's order, (rows, columns)."""
 
     type: GGMLQuantizationType
@@ -164,7 +164,7 @@ class _Cursor:
         return np.frombuffer(self.data, dtype, count, self.advance(count * dtype.itemsize)).tolist()
 
 
-def _read_header(data: mmap.mmap) -> tuple[dict[str, Value], dict[str, StoredTensor]]:
+def _read_header(data: mmap.mmap) -> tuple[dict[str, Value], dict[str, TensorEntry]]:
     cursor = _Cursor(data)
     if data[:4] != b"GGUF":
         raise _Damaged("it does not begin with GGUF")
@@ -205,7 +205,7 @@ def _aligned(position: int, metadata: Mapping[str, Value]) -> int:
     return math.ceil(position / alignment) * alignment
 
 
-def _locate(name: str, shape: tuple[int, ...], code: int, offset: int, data_start: int, file_size: int) -> StoredTensor:
+def _locate(name: str, shape: tuple[int, ...], code: int, offset: int, data_start: int, file_size: int) -> TensorEntry:
     """Check that a tensor lies within the file. Sizes are Python integers: no product can overflow."""
     try:
         kind = GGMLQuantizationType(code)
@@ -219,4 +219,4 @@ def _locate(name: str, shape: tuple[int, ...], code: int, offset: int, data_star
     n_bytes = math.prod(shape) // block_elements * block_bytes
     if data_start + offset + n_bytes > file_size:
         raise _Damaged(f"tensor {name[:80]!r} reaches past its end: it was cut short, or its offsets are wrong")
-    return StoredTensor(kind, shape, data_start + offset, n_bytes)
+    return TensorEntry(kind, shape, data_start + offset, n_bytes)

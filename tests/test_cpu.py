@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from minillm import cpu
-from minillm.checkpoint import random_model
 from minillm.config import known_model
 from minillm.cpu import OneDNNLinear, fastest_linear, use_fastest_linear
 from minillm.roofline.counting import count
 from minillm.roofline.position import count_run, meta_twin
 from minillm.stages import STAGES, kv_cache
 from minillm.stages.naive import NoCache
+from minillm.weights import random_model
 
 TINY = known_model("tiny")
 

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minillm.batch import Request
-from minillm.checkpoint import random_model
 from minillm.config import known_model
 from minillm.errors import UsageError
 from minillm.metrics import RequestTimes, goodput, itl, percentile, system_tps, ttft, user_tps
@@ -21,6 +20,7 @@ from minillm.roofline.ceilings import Ceilings
 from minillm.roofline.hardware import known_hardware
 from minillm.stages import batching, static_batching
 from minillm.trace import Arrival, poisson_trace
+from minillm.weights import random_model
 from minillm.workload import Served, ideal_steps, serve, simulate, simulate_static, step_law
 
 
