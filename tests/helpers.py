@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from minillm import stages
 from minillm.config import ModelConfig, llama3_rope_factors
@@ -53,22 +53,28 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def lively_model(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> Transformer:
-    """A random model in which every parameter matters: attention is peaked, no norm weight is 1 and no bias is 0.
+@torch.no_grad()
+def enliven(model: nn.Module, seed: int = 0) -> None:
+    """Fill a model, ours or transformers', so that every parameter matters: attention is peaked, no norm is 1, no bias is 0.
 
     Weights of standard deviation 1.5 / sqrt(fan-in) keep activations and logits of order 1 and let scores spread, so that a
     wrong position, head or mask changes the logits by far more than rounding does.
     """
-    model = Transformer(config)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        if name == "embed.weight":
+        if "embed" in name:
             parameter.copy_(0.3 * noise)
         elif parameter.dim() == 2:
             parameter.copy_(1.5 * noise / parameter.shape[1] ** 0.5)
         else:
-            parameter.copy_(noise.mul(0.3) + (1.0 if "norm" in name else 0.0))
+            parameter.copy_(0.3 * noise + (1.0 if "norm" in name else 0.0))
+
+
+def lively_model(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> Transformer:
+    """A random model of ours in which every parameter matters."""
+    model = Transformer(config)
+    enliven(model, seed)
     return model.to(dtype)
 
 

@@ -14,16 +14,18 @@ import numpy as np
 import pytest
 import torch
 from gguf.quants import quantize
-from helpers import is_one_sentence, logits_whole
+from helpers import enliven, is_one_sentence, logits_whole
 from safetensors.torch import load_file, save_file
 
 import minillm
 from minillm import download
-from minillm.checkpoint import config_from_hf, load_gguf, load_safetensors, random_model, read_config
+from minillm.checkpoint import load_gguf, load_safetensors, read_config
+from minillm.checkpoint_config import config_from_hf
 from minillm.config import KNOWN_MODELS, llama3_rope_factors
 from minillm.errors import MinillmError, UsageError
 from minillm.stages.naive import NoCache
 from minillm.tokenizer_sources import byte_tokenizer
+from minillm.weights import random_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -61,11 +63,7 @@ def tiny(family: str, **changes: Any) -> Any:
     }
     config = getattr(transformers, f"{class_name}Config")(**settings | special | changes)
     model = getattr(transformers, f"{class_name}ForCausalLM")(config).float().eval()
-    generator = torch.Generator().manual_seed(3)
-    for name, parameter in model.named_parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        scale = 0.3 if parameter.dim() == 1 else 1.5 / parameter.shape[1] ** 0.5
-        parameter.data = scale * noise + (1.0 if "norm" in name else 0.0)
+    enliven(model, seed=3)
     return model
 
 
@@ -114,7 +112,7 @@ def test_stored_dtype_does_not_decide_the_models(dtype: torch.dtype, tmp_path: P
     assert mine.rope.frequencies.dtype == torch.float32
 
 
-def test_load_takes_a_folder_and_the_meta_device(tmp_path: Path) -> None:
+def test_a_folder_is_read_onto_meta_and_names_its_configuration(tmp_path: Path) -> None:
     tiny("llama").save_pretrained(tmp_path)
     assert load_safetensors(tmp_path, "meta").embed.weight.is_meta
     assert read_config(tmp_path).name == tmp_path.name

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import (
     assert_same_logits,
+    enliven,
     is_one_sentence,
     logits_through,
     one_thread,  # noqa: F401 (a fixture)
@@ -43,14 +44,9 @@ both_forms = pytest.mark.parametrize("absorbed", [True, False], ids=["absorbed",
 
 
 def lively(config: LatentConfig, dtype: torch.dtype = torch.float64) -> Transformer:
-    """Weights in which everything shows, as `helpers.lively_model` makes them: peaked attention, no norm weight of 1."""
-    model, generator = random_latent_model(config), torch.Generator().manual_seed(0)
-    for name, parameter in model.named_parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        if parameter.dim() == 1:
-            parameter.copy_(1.0 + 0.3 * noise)
-        else:
-            parameter.copy_(noise * (0.3 if name == "embed.weight" else 1.5 / parameter.shape[1] ** 0.5))
+    """As `helpers.lively_model`, with latent attention."""
+    model = random_latent_model(config)
+    enliven(model)
     return model.to(dtype)
 
 
@@ -199,6 +195,7 @@ def halves_first(weight: Tensor, d_rope: int) -> Tensor:
     return weight.unflatten(-2, (d_rope // 2, 2)).transpose(-3, -2).flatten(-3, -2)
 
 
+@torch.no_grad()
 def copy_weights(theirs: Any, ours: Transformer) -> None:
     config: Any = ours.config
     ours.embed.weight.copy_(theirs.model.embed_tokens.weight)
@@ -241,15 +238,9 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Transformer]]:
         attn_implementation="eager",
     )  # fmt: skip
     theirs = getattr(transformers, family + "ForCausalLM")(settings).float().eval()
-    ours, generator = random_latent_model(config), torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for name, parameter in theirs.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() == 1:
-                parameter.copy_(1.0 + 0.3 * noise)
-            else:
-                parameter.copy_(noise * (0.3 if "embed" in name else 1.5 / parameter.shape[1] ** 0.5))
-        copy_weights(theirs, ours)
+    ours = random_latent_model(config)
+    enliven(theirs, seed=7)
+    copy_weights(theirs, ours)
     yield theirs, ours
 
 

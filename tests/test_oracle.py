@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import logits_through, logits_whole, one_thread, random_prompt  # noqa: F401 (a fixture)
+from helpers import enliven, logits_through, logits_whole, one_thread, random_prompt  # noqa: F401 (a fixture)
 from torch import Tensor
 from torch.func import functional_call
 
@@ -77,15 +77,7 @@ class Pair:
         }
         config = getattr(transformers, config_class)(**settings | special, attn_implementation="eager")
         self.theirs = getattr(transformers, model_class)(config).float().eval()
-        generator = torch.Generator().manual_seed(7)
-        with torch.no_grad():
-            for name, parameter in self.theirs.named_parameters():
-                # Peaked attention, no norm weight of 1, no bias of 0: everything shows in the logits.
-                noise = torch.randn(parameter.shape, generator=generator)
-                if parameter.dim() == 2:
-                    parameter.copy_(noise * (0.3 if "embed" in name else 1.5 / parameter.shape[1] ** 0.5))
-                else:
-                    parameter.copy_(0.3 * noise + (1.0 if "norm" in name else 0.0))
+        enliven(self.theirs, seed=7)
         self.theirs.save_pretrained(folder)
         self.ours = load_safetensors(folder, "cpu", torch.float32)
 
@@ -248,7 +240,7 @@ def rows_in_half_split_order(weight: np.ndarray, n_heads: int) -> np.ndarray:
 def stored_weights(smollm2: tuple[Transformer, Any]) -> dict[str, Tensor]:
     """The checkpoint by Hugging Face names, read with the gguf package's own reader and none of this package's code."""
     gguf = pytest.importorskip("gguf")
-    from minillm.checkpoint import default_model_path
+    from minillm.download import default_model_path
 
     names = {
         "token_embd.weight": "model.embed_tokens.weight",
