@@ -1,5 +1,6 @@
 """What the tests of the chapters' pictures share: what is drawn on a picture, and what every picture must keep."""
 
+from collections import Counter
 from collections.abc import Callable
 from io import BytesIO
 
@@ -7,9 +8,20 @@ import matplotlib.image
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
+from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
 from minillm.figures.picture import Picture
+from minillm.roofline.ceilings import Ceilings
+from minillm.roofline.counting import Cost, Operator
+from minillm.roofline.position import Position
+
+CPU = Ceilings("a CPU", "fp32", bandwidth=20e9, peak=100e9, overhead=0.0)
+
+
+def position(phase: str, flops: int, moved: int, ceilings: Ceilings = CPU) -> Position:
+    """A phase of one operator, where its prediction puts it."""
+    return Position(phase, Cost(Counter({Operator("linear", "", flops, moved, 0, moved): 1})), ceilings)
 
 
 def boxes(axes: Axes, color: str = "", hatch: str = "") -> list[Rectangle]:
@@ -19,7 +31,18 @@ def boxes(axes: Axes, color: str = "", hatch: str = "") -> list[Rectangle]:
 
 
 def lines(axes: Axes) -> dict[str, np.ndarray]:
-    return {str(line.get_label()): line.get_xydata() for line in axes.get_lines()}  # type: ignore[misc]
+    """The points (N, 2) of each line, by its label."""
+    return {str(line.get_label()): line.get_xydata() for line in axes.get_lines()}
+
+
+def markers(axes: Axes) -> list[Line2D]:
+    """The lines that have a marker, in the order in which they were drawn."""
+    return [line for line in axes.get_lines() if line.get_marker() not in ("None", None, "")]
+
+
+def points(axes: Axes) -> list[tuple[float, float]]:
+    """Where the first point of each marker's line lies."""
+    return [tuple(line.get_xydata()[0]) for line in markers(axes)]
 
 
 def words(picture: Picture) -> list[str]:

@@ -3,27 +3,21 @@
 import numpy as np
 import pytest
 from picture_checks import (
+    CPU,
     assert_a_page_wide_and_the_same_each_time,
     assert_text_is_large_enough_and_inside,
     boxes,
     lines,
+    position,
     words,
 )
 
 from minillm.config import known_model
 from minillm.figures import ch01, ch02
 from minillm.figures.picture import BLUE, DARK, PALE
-from minillm.roofline.ceilings import Ceilings
-from minillm.roofline.counting import Cost, Operator
-from minillm.roofline.position import Position
 
 SMOLLM2 = known_model("smollm2-135m")
 LLAMA_2_13B = known_model("llama-2-13b")
-CEILINGS = Ceilings("a CPU", "fp32", bandwidth=20e9, peak=100e9, overhead=0.0)
-
-
-def position(phase: str, flops: int, moved: int) -> Position:
-    return Position(phase, Cost({Operator("linear", "", flops, moved, 0, moved): 1}), CEILINGS)  # type: ignore[arg-type]
 
 
 ALL = {
@@ -34,7 +28,7 @@ ALL = {
     "triangle": lambda: ch01.triangle(prompt=5, new=6),
     "cost": lambda: ch01.cost(SMOLLM2),
     "step_times": lambda: ch01.step_times("steps", {"naive": [0.1, 0.2, 0.3]}, {"naive": [0.1, 0.15, 0.2]}),
-    "roofline": lambda: ch01.roofline("title", {"naive": [position("decode", 10**9, 10**8)]}, CEILINGS),
+    "roofline": lambda: ch01.roofline("title", {"naive": [position("decode", 10**9, 10**8)]}, CPU),
     "phases": lambda: ch02.phases(prompt=5, new=6),
     "filling": lambda: ch02.filling(prompt=5, new=6),
     "masks": lambda: ch02.masks(),
@@ -91,7 +85,7 @@ def test_attention_weights_show_nothing_above_the_diagonal():
 def test_filters_show_probabilities():
     picture = ch01.filters({"all": [0.5, 0.3, 0.2], "best": [1.0, 0.0, 0.0]}, ["a", "b", "c"])
     assert [axes.get_title() for axes in picture.axes] == ["all", "best"]
-    assert [bar.get_height() for bar in picture.axes[1].patches] == [1.0, 0.0, 0.0]  # type: ignore[attr-defined]
+    assert [bar.get_height() for bar in picture.axes[1].patches] == [1.0, 0.0, 0.0]
 
 
 def test_step_times_are_in_milliseconds_with_predictions_as_lines():
@@ -105,7 +99,7 @@ def test_step_times_are_in_milliseconds_with_predictions_as_lines():
 
 def test_roofline_names_its_stages():
     stages = {"naive": [position("decode", 10**9, 10**8)], "kv_cache": [position("decode", 10**7, 2 * 10**7)]}
-    shown = words(ch01.roofline("title", stages, CEILINGS))
+    shown = words(ch01.roofline("title", stages, CPU))
     assert any("naive decode" in text for text in shown)
     assert any("kv_cache decode" in text for text in shown)
 
@@ -141,7 +135,7 @@ def test_memory_lines_are_batch_times_context_times_bytes():
     for batch in (1, 32):
         line = lines(axes)[f"batch {batch}"]
         np.testing.assert_allclose(line[:, 1], batch * line[:, 0] * 819_200 / 1e9)
-    heights = sorted(line.get_ydata()[0] for line in axes.get_lines() if len(line.get_xdata()) == 2)  # type: ignore[index, arg-type]
+    heights = sorted(line.get_ydata()[0] for line in axes.get_lines() if len(line.get_xdata()) == 2)
     assert heights == pytest.approx([26.03, 80], abs=0.01)
 
 

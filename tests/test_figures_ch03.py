@@ -8,6 +8,8 @@ from picture_checks import (
     assert_text_is_large_enough_and_inside,
     boxes,
     lines,
+    markers,
+    points,
     words,
 )
 
@@ -54,7 +56,7 @@ def test_head_map_leads_each_query_head_to_its_kv_head(n_heads, n_kv):
     (axes, _) = ch03.head_maps(n_heads, (n_kv, n_kv)).axes
     kv = {round(box.get_x() + 0.4, 3): i for i, box in enumerate(boxes(axes, BLUE))}
     assert len(kv) == n_kv
-    read = [kv[round(float(line.get_xdata()[1]), 3)] for line in axes.get_lines()]  # type: ignore[index, arg-type]
+    read = [kv[round(float(line.get_xdata()[1]), 3)] for line in axes.get_lines()]
     assert read == [h // (n_heads // n_kv) for h in range(n_heads)]
     assert axes.get_title() == {n_heads: "MHA", 1: "MQA"}.get(n_kv, "GQA")
 
@@ -73,21 +75,21 @@ def test_intensity_begins_at_the_group_size_and_tends_to_what_prefill_has():
         assert (first, last) == pytest.approx((1, 4096))
         assert start == pytest.approx(g, rel=2e-3)
         assert end == pytest.approx(g * 4096 / (1 + g))  # g S T / (S + g T) at T = S
-    assert [1.0, 241.8] in [xy.tolist()[0] for xy in (line.get_xydata() for line in axes.get_lines())]
+    assert points(axes)[-1] == (1.0, 241.8)
 
 
 def test_bytes_per_token_has_a_filled_and_a_hollow_marker_for_each_model():
     (axes,) = ch03.bytes_per_token(MODELS).axes
     for y, model in enumerate(MODELS):
-        drawn = [line for line in axes.get_lines() if line.get_marker() != "None" and list(line.get_ydata()) == [y]]
-        at = {line.get_markerfacecolor() == "white": line.get_xdata()[0] for line in drawn}  # type: ignore[index]
+        drawn = [line for line in markers(axes) if list(line.get_ydata()) == [y]]
+        at = {line.get_markerfacecolor() == "white": line.get_xdata()[0] for line in drawn}
         assert at == {False: model.stored, True: model.expanded}
         assert {line.get_marker() for line in drawn} == {ch03.KINDS[model.kind][0]}
     labels = [label.get_text() for label in axes.get_yticklabels()]
     assert labels[0] == "gemma  18,432" and labels[-1] == "llama-2  524,288"
     assert axes.get_ylim()[0] > axes.get_ylim()[1]  # the first on top
-    arrows = [text for text in axes.texts if text.arrow_patch is not None]  # type: ignore[attr-defined]
-    assert [text.xy for text in arrows] == [(3_072, 0), (1_600, 2)]  # type: ignore[attr-defined]
+    arrows = [text for text in axes.texts if text.arrow_patch is not None]
+    assert [text.xy for text in arrows] == [(3_072, 0), (1_600, 2)]
 
 
 def test_kinds_of_attention_differ_without_color():

@@ -6,33 +6,29 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 from picture_checks import (
+    CPU,
     assert_a_page_wide_and_the_same_each_time,
     assert_text_is_large_enough_and_inside,
     boxes,
     lines,
+    markers,
+    points,
+    position,
     words,
 )
 
 from minillm.figures import ch04
 from minillm.figures.picture import BLUE, ORANGE
-from minillm.roofline.ceilings import Ceilings
-from minillm.roofline.counting import Cost, Operator
-from minillm.roofline.position import Position
 
-CEILINGS = Ceilings("a CPU", "fp32", bandwidth=20e9, peak=100e9, overhead=0.0)
 SCHEDULES = {
     "static": [("a", "b"), ("a", None), ("c", "d")],
     "continuous": [("a", "b"), ("a", "c"), ("d",)],
 }
 
 
-def position(flops: int, moved: int) -> Position:
-    return Position("decode", Cost({Operator("linear", "", flops, moved, 0, moved): 1}), CEILINGS)  # type: ignore[arg-type]
-
-
 PANELS = {
-    "S = 64": {1: position(10**9, 2 * 10**9), 8: position(8 * 10**9, 3 * 10**9)},
-    "S = 1,024": {1: position(10**9, 2 * 10**9), 8: position(8 * 10**9, 4 * 10**9)},
+    "S = 64": {1: position("decode", 10**9, 2 * 10**9), 8: position("decode", 8 * 10**9, 3 * 10**9)},
+    "S = 1,024": {1: position("decode", 10**9, 2 * 10**9), 8: position("decode", 8 * 10**9, 4 * 10**9)},
 }
 BATCHES = [1, 2, 4]
 STEPS = {"S = 64": [0.1, 0.125, 0.16], "S = 1,024": [0.1, 0.2]}
@@ -42,7 +38,7 @@ ALL = {
     "packing": lambda: ch04.packing([1, 1, 5, 1], [6, 3, 0, 9]),
     "gantt": lambda: ch04.gantt(SCHEDULES),
     "throughput": lambda: ch04.throughput(BATCHES, STEPS, MEASURED, "a model on a machine"),
-    "climb": lambda: ch04.climb(PANELS, [90, 4], [math.inf, 1], CEILINGS),
+    "climb": lambda: ch04.climb(PANELS, [90, 4], [math.inf, 1], CPU),
     "knee": lambda: ch04.knee([1, 2, 4], {"median": [0.1, 0.1, 2], "P99": [0.2, 0.3, 5]}, [50, 100, 120], [1, 2, 0.5]),
     "spike": lambda: ch04.spike([0.05, 0.5, 0.06], [4, 404, 5], [4, 5, 5]),
 }
@@ -87,8 +83,8 @@ def test_packing_shows_each_new_token_in_the_row_and_in_its_slot():
 
 def test_gantt_draws_every_row_step_once():
     static, continuous = ch04.gantt(SCHEDULES).axes
-    assert sum(box.get_width() for box in static.patches) == 6  # type: ignore[attr-defined]
-    assert sum(box.get_width() for box in continuous.patches) == 5  # type: ignore[attr-defined]
+    assert sum(box.get_width() for box in static.patches) == 6
+    assert sum(box.get_width() for box in continuous.patches) == 5
     (wasted,) = boxes(static, hatch="////")
     assert (wasted.get_x(), wasted.get_width(), round(wasted.get_y())) == (1, 1, 1)
     assert not boxes(continuous, hatch="////")
@@ -99,7 +95,7 @@ def test_gantt_draws_every_row_step_once():
 
 def test_gantt_joins_the_steps_of_one_request_and_keeps_its_color_when_it_moves():
     (axes,) = ch04.gantt({"continuous": [("a", "b"), ("a", "b"), ("b",), ("b",)]}).axes
-    assert sorted((box.get_x(), box.get_width()) for box in axes.patches) == [(0, 2), (0, 2), (2, 2)]  # type: ignore[attr-defined]
+    assert sorted((box.get_x(), box.get_width()) for box in axes.patches) == [(0, 2), (0, 2), (2, 2)]
     assert len({to_hex(box.get_facecolor()) for box in axes.patches}) == 2
 
 
@@ -114,22 +110,20 @@ def test_throughput_is_that_of_all_users_and_of_each():
 
 
 def test_climb_has_a_marker_a_batch_and_a_line_at_the_limit():
-    picture = ch04.climb(PANELS, [90, 4], [math.inf, 1], CEILINGS)
+    picture = ch04.climb(PANELS, [90, 4], [math.inf, 1], CPU)
     for axes, (title, positions), limit in zip(picture.axes, PANELS.items(), (90, 4), strict=True):
-        markers = [line for line in axes.get_lines() if line.get_marker() == "o"]
-        drawn = [(line.get_xdata()[0], line.get_ydata()[0]) for line in markers]  # type: ignore[index]
-        np.testing.assert_allclose(drawn, [(p.cost.intensity, p.achieved) for p in positions.values()])
+        np.testing.assert_allclose(points(axes), [(p.cost.intensity, p.achieved) for p in positions.values()])
         assert axes.get_title() == title
         (dashed,) = [line for line in axes.get_lines() if line.get_linestyle() == "--"]
-        assert list(dashed.get_xdata()) == [limit, limit]  # type: ignore[arg-type]
-    hollow = [line.get_markerfacecolor() == "white" for line in picture.axes[1].get_lines() if line.get_marker() == "o"]
+        assert list(dashed.get_xdata()) == [limit, limit]
+    hollow = [line.get_markerfacecolor() == "white" for line in markers(picture.axes[1])]
     assert hollow == [False, True]  # a batch of 8 does not fit there
 
 
 def test_knee_shows_waiting_tokens_and_goodput_against_the_rate():
     waiting, tokens, good = ALL["knee"]().axes
     np.testing.assert_allclose(lines(waiting)["P99"], [[1, 0.2], [2, 0.3], [4, 5]])
-    np.testing.assert_allclose(tokens.get_lines()[0].get_xydata(), [[1, 50], [2, 100], [4, 120]])  # type: ignore[arg-type]
+    np.testing.assert_allclose(tokens.get_lines()[0].get_xydata(), [[1, 50], [2, 100], [4, 120]])
     np.testing.assert_allclose(lines(good)["goodput"], [[1, 1], [2, 2], [4, 0.5]])
     np.testing.assert_allclose(lines(good)["all that come"], [[0, 0], [4, 4]])
 
@@ -137,6 +131,6 @@ def test_knee_shows_waiting_tokens_and_goodput_against_the_rate():
 def test_spike_marks_the_steps_that_hold_a_prompt():
     picture = ALL["spike"]()
     (axes,) = picture.axes
-    assert [bar.get_height() for bar in axes.patches] == pytest.approx([50, 500, 60])  # type: ignore[attr-defined]
+    assert [bar.get_height() for bar in axes.patches] == pytest.approx([50, 500, 60])
     assert [bar.get_height() for bar in boxes(axes, ORANGE)] == pytest.approx([500])
     assert words(picture) == ["404 tokens"]

@@ -2,25 +2,24 @@
 
 import numpy as np
 import pytest
-from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.colors import to_hex
-from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
-from picture_checks import assert_a_page_wide_and_the_same_each_time, assert_text_is_large_enough_and_inside
+from picture_checks import (
+    assert_a_page_wide_and_the_same_each_time,
+    assert_text_is_large_enough_and_inside,
+    markers,
+    points,
+    position,
+    words,
+)
 
 from minillm.figures import ch05
 from minillm.figures.picture import BLUE
 from minillm.roofline.ceilings import Ceilings
-from minillm.roofline.counting import Cost, Operator
-from minillm.roofline.position import Position
 
 BF16 = Ceilings("a GPU", "bf16", bandwidth=2e12, peak=400e12, overhead=0.0)
 FP8 = Ceilings("a GPU", "fp8", bandwidth=2e12, peak=800e12, overhead=0.0)
-
-
-def position(phase: str, flops: int, moved: int, ceilings: Ceilings) -> Position:
-    return Position(phase, Cost({Operator("linear", "", flops, moved, 0, moved): 1}), ceilings)  # type: ignore[arg-type]
 
 
 STAGES = {
@@ -46,14 +45,6 @@ ALL = {
 }
 
 
-def markers(axes: Axes) -> list[Line2D]:
-    return [line for line in axes.get_lines() if line.get_marker() not in ("None", None)]
-
-
-def words(axes: Axes) -> list[str]:
-    return [text.get_text() for text in axes.texts]
-
-
 @pytest.mark.parametrize("draw", ALL.values(), ids=ALL)
 def test_picture_is_a_page_wide_and_the_same_each_time(draw):
     assert_a_page_wide_and_the_same_each_time(draw)
@@ -67,7 +58,7 @@ def test_text_is_large_enough_and_inside_the_picture(draw):
 def test_grids_show_each_weight_and_the_values_within_reach_of_them():
     (axes,) = ch05.grids(WEIGHTS, VALUES).axes
     (dots,) = markers(axes)
-    assert list(dots.get_xdata()) == WEIGHTS  # type: ignore[arg-type]
+    assert list(dots.get_xdata()) == WEIGHTS
     int8, int4 = (c for c in axes.collections if isinstance(c, LineCollection))
     assert [segment[0][0] for segment in int4.get_segments()] == [-0.4, -0.2, 0.0, 0.2]  # 0.9 lies outside
     ticks = [segment[0][0] for segment in int8.get_segments()]
@@ -76,8 +67,9 @@ def test_grids_show_each_weight_and_the_values_within_reach_of_them():
 
 
 def test_nibbles_are_shown_as_codes_bits_and_bytes():
-    (axes,) = ch05.nibbles([3, 12, 15, 0]).axes
-    shown = words(axes)
+    picture = ch05.nibbles([3, 12, 15, 0])
+    (axes,) = picture.axes
+    shown = words(picture)
     assert [text for text in shown if text in ("3", "12", "15")] == ["3", "12", "15"]
     bits = [text.get_text() for text in axes.texts if text.get_position()[1] == 2.9 and text.get_text() != "bits"]
     assert "".join(bits) == "0011110011110000"
@@ -89,43 +81,42 @@ def test_nibbles_are_shown_as_codes_bits_and_bytes():
 def test_outlier_draws_the_error_of_each_weight_on_one_scale():
     picture = ch05.outlier(ERRORS, at=2)
     for axes, (name, row) in zip(picture.axes, ERRORS.items(), strict=True):
-        assert [bar.get_height() for bar in axes.patches] == row  # type: ignore[attr-defined]
+        assert [bar.get_height() for bar in axes.patches] == row
         assert axes.get_title() == name
         (dashed,) = axes.get_lines()
-        assert list(dashed.get_xdata()) == [2, 2]  # type: ignore[arg-type]
+        assert list(dashed.get_xdata()) == [2, 2]
     assert picture.axes[0].get_ylim() == picture.axes[1].get_ylim()
 
 
 def test_loss_has_a_named_marker_a_scheme_and_hollow_ones_where_told():
-    (axes,) = ch05.loss(POINTS, hollow=["its own grid"]).axes
-    drawn = [(line.get_xdata()[0], line.get_ydata()[0]) for line in markers(axes)]  # type: ignore[index]
-    assert drawn == list(POINTS.values())
-    assert words(axes) == list(POINTS)
+    picture = ch05.loss(POINTS, hollow=["its own grid"])
+    (axes,) = picture.axes
+    assert points(axes) == list(POINTS.values())
+    assert words(picture) == list(POINTS)
     assert [line.get_markerfacecolor() == "white" for line in markers(axes)] == [False, True, False]
     assert to_hex(markers(axes)[0].get_markerfacecolor()) == BLUE
     assert axes.get_yscale() == "log"
 
 
 def test_two_roofs_place_both_phases_of_each_scheme_under_its_own_roof():
-    (axes,) = ch05.two_roofs(STAGES, BF16, FP8).axes
+    picture = ch05.two_roofs(STAGES, BF16, FP8)
+    (axes,) = picture.axes
     positions = [p for pair in STAGES.values() for p in pair]
-    drawn = [(line.get_xdata()[0], line.get_ydata()[0]) for line in markers(axes)]  # type: ignore[index]
-    np.testing.assert_allclose(drawn, [(p.cost.intensity, p.achieved) for p in positions])
+    np.testing.assert_allclose(points(axes), [(p.cost.intensity, p.achieved) for p in positions])
     assert [line.get_markerfacecolor() == "white" for line in markers(axes)] == [True, False] * 3
     roofs = [line for line in axes.get_lines() if line.get_marker() == "None"]
-    assert [max(line.get_ydata()) for line in roofs] == [BF16.peak, FP8.peak]  # type: ignore[type-var, arg-type]
-    assert words(axes) == ["bf16, 400 TFLOP/s", "fp8, 800 TFLOP/s"]
+    assert [max(line.get_ydata()) for line in roofs] == [BF16.peak, FP8.peak]
+    assert words(picture) == ["bf16, 400 TFLOP/s", "fp8, 800 TFLOP/s"]
     legend = axes.get_legend()
     assert legend is not None and [text.get_text() for text in legend.get_texts()] == list(STAGES)
 
 
 def test_rows_of_draws_milliseconds_of_each_scheme_in_each_panel():
-    picture = ch05.rows_of(SECONDS, [1, 4, 16])
+    rows = [1, 4, 16]
+    picture = ch05.rows_of(SECONDS, rows)
     for axes, (title, schemes) in zip(picture.axes, SECONDS.items(), strict=True):
         assert axes.get_title() == title
         for line, (name, times) in zip(markers(axes), schemes.items(), strict=True):
             assert line.get_label() == name
-            np.testing.assert_allclose(
-                line.get_xydata(), [(m, 1e3 * t) for m, t in zip([1, 4, 16], times, strict=True)]
-            )  # type: ignore[arg-type]
+            np.testing.assert_allclose(line.get_xydata(), [(m, 1e3 * t) for m, t in zip(rows, times, strict=True)])
         assert [label.get_text() for label in axes.get_xticklabels()] == ["1", "4", "16"]

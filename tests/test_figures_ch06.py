@@ -9,16 +9,16 @@ from picture_checks import (
     assert_text_is_large_enough_and_inside,
     boxes,
     lines,
+    markers,
+    points,
+    position,
     words,
 )
 
 from minillm.figures import ch06
 from minillm.figures.picture import BLUE, ORANGE
-from minillm.roofline.ceilings import Ceilings
-from minillm.roofline.counting import Cost, Operator
 from minillm.roofline.position import Position
 
-CEILINGS = Ceilings("a CPU", "fp32", bandwidth=20e9, peak=100e9, overhead=0.0)
 STEPS = [
     (["a", " b", "\n "], 2, "$x$"),
     ([], 0, "def"),
@@ -31,11 +31,11 @@ MEASURED = {"fp32": {1: 1.0, 2: 1.3, 5: 1.5}, "bf16": {1: 1.0, 2: 1.0, 5: 1.1}}
 PREDICTED = {"fp32": {1: 1.0, 2: 1.01, 5: 1.1}, "bf16": {1: 1.0, 2: 1.0, 5: 1.0}}
 
 
-def position(n: int) -> Position:
-    return Position("verify", Cost({Operator("linear", "", n * 10**9, 2 * 10**9, 0, 2 * 10**9): 1}), CEILINGS)  # type: ignore[arg-type]
+def pass_over(n: int) -> Position:
+    return position("verify", n * 10**9, 2 * 10**9)
 
 
-PANELS = {"on paper": {1: position(1), 5: position(5)}, "here": {1: position(1), 2: position(2), 9: position(9)}}
+PANELS = {"on paper": {1: pass_over(1), 5: pass_over(5)}, "here": {1: pass_over(1), 2: pass_over(2), 9: pass_over(9)}}
 GAINS = {"one layer": {1: 1.75, 8: 1.5, 64: 0.75}, "a small model": {1: 2, 8: 1.9, 64: 1.0}}
 PUBLISHED = {"EAGLE": {2: 1.3, 32: 0.93}, "EAGLE-3": {2: 1.75, 56: 1.01}}
 ALL = {
@@ -80,7 +80,7 @@ def test_boxes_of_a_round_do_not_overlap_and_hold_their_text():
     picture = ch06.rounds([(["a long token", " and", "\n        "], 1, " another")] * 3)
     picture.draw_without_rendering()
     (axes,) = picture.axes
-    places = sorted((box.get_y(), box.get_x(), box.get_width()) for box in axes.patches)  # type: ignore[attr-defined]
+    places = sorted((box.get_y(), box.get_x(), box.get_width()) for box in axes.patches)
     for (y, x, width), (other_y, other_x, _) in pairwise(places):
         assert y != other_y or x + width < other_x
     extents = [box.get_window_extent() for box in axes.patches]
@@ -92,7 +92,7 @@ def test_boxes_of_a_round_do_not_overlap_and_hold_their_text():
 
 def test_overlap_stacks_both_laws_to_their_full_height():
     (axes,) = ch06.overlap(P, Q).axes
-    shared, mine, theirs = ([bar.get_height() for bar in container] for container in axes.containers)  # type: ignore[attr-defined]
+    shared, mine, theirs = ([bar.get_height() for bar in container] for container in axes.containers)
     np.testing.assert_allclose(shared, [0.25, 0.125, 0.1875, 0.125])
     np.testing.assert_allclose(np.add(shared, mine), P)
     np.testing.assert_allclose(np.add(shared, theirs), Q)
@@ -102,8 +102,7 @@ def test_overlap_stacks_both_laws_to_their_full_height():
 def test_gain_marks_the_best_lookahead_and_steps_where_it_changes():
     speed, best = ch06.gain(SPEEDUPS, [0.0, 0.1, 0.2], BEST, 0.1).axes
     np.testing.assert_allclose(lines(speed)["alpha = 0.9"], list(enumerate(SPEEDUPS["alpha = 0.9"])))
-    marked = [line.get_xydata().tolist()[0] for line in speed.get_lines() if line.get_marker() in ch06.DOTS]  # type: ignore[union-attr]
-    assert marked == [[2, 1.75], [0, 1]]
+    assert points(speed) == [(2, 1.75), (0, 1)]
     np.testing.assert_allclose(lines(best)["alpha = 0.9"], [[0, 3], [0.1, 2], [0.2, 1]])
     assert {line.get_drawstyle() for line in best.get_lines()} == {"steps-post"}
 
@@ -119,10 +118,8 @@ def test_passes_sets_what_was_measured_beside_what_was_predicted():
 def test_shift_has_a_marker_a_length_and_decode_apart_from_the_others():
     picture = ch06.shift(PANELS)
     for axes, (title, positions) in zip(picture.axes, PANELS.items(), strict=True):
-        markers = [line for line in axes.get_lines() if line.get_marker() in ("o", "D")]
-        drawn = [(line.get_xdata()[0], line.get_ydata()[0]) for line in markers]  # type: ignore[index]
-        np.testing.assert_allclose(drawn, [(p.cost.intensity, p.achieved) for p in positions.values()])
-        assert [line.get_marker() for line in markers] == ["D" if n == 1 else "o" for n in positions]
+        np.testing.assert_allclose(points(axes), [(p.cost.intensity, p.achieved) for p in positions.values()])
+        assert [line.get_marker() for line in markers(axes)] == ["D" if n == 1 else "o" for n in positions]
         assert axes.get_title() == title
     assert words(picture) == ["decode", "5 tokens", "ridge 5", "decode", "9 tokens", "ridge 5"]
 

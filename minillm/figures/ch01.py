@@ -75,9 +75,8 @@ def rotations(head_dim: int, theta: float, pairs: Sequence[int] = (0, 4, 8, 16),
         for position in range(positions):
             x, y = math.cos(position * frequency), math.sin(position * frequency)
             axes.plot([0, x], [0, y], color=str(0.75 - 0.75 * position / (positions - 1)), linewidth=1.4)
-            apart = (
-                position == 0 or frequency * position > 0.18
-            )  # radians: nearer to the first hand, numbers would overlap
+            # 0.18 radians: the number of a hand nearer to the first one would lie on that one's.
+            apart = position == 0 or frequency * position > 0.18
             if apart and position in (0, 1, 2, 3, positions - 1):
                 axes.text(1.2 * x, 1.2 * y, str(position), fontsize=8, ha="center", va="center")
         turn = 2 * math.pi / frequency
