@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from command_helpers import Run
 
 import minillm
+from minillm.cli import main
 from minillm.model import Transformer
 from minillm.tokenizer import Tokenizer
 
@@ -12,6 +14,20 @@ from minillm.tokenizer import Tokenizer
 def smollm2() -> tuple[Transformer, Tokenizer]:
     """The real model, float32 on the CPU, and its tokenizer. Fetched once; change neither."""
     return minillm.load("smollm2-135m", device="cpu", dtype="fp32")
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command in this process: its exit status, standard output and standard error."""
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        try:
+            status = main(list(argv))
+        except SystemExit as exit:  # how argparse ends
+            status = int(exit.code or 0)
+        return status, *capsys.readouterr()
+
+    return run
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -8,15 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command_helpers import Run, assert_one_sentence, process
 from helpers import one_thread  # noqa: F401
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_cli import assert_one_sentence, process, run  # noqa: F401
 
 import minillm
 from minillm.answer_file import AnswerFile, answered
@@ -24,7 +23,6 @@ from minillm.errors import MinillmError
 from minillm.sampling import Sampler
 from minillm.stages import kv_cache, naive
 
-Run = Callable[..., tuple[int, str, str]]
 MODEL = ["--model", "tiny", "--device", "cpu", "--max-new-tokens", "6"]
 DRAWN = ["--temperature", "1", "--seed", "5"]
 WORDS = ["one", "two and more", "three", "a somewhat longer prompt than the others", "five", "six", "seven"]
@@ -60,7 +58,7 @@ def answers_of(prompts: Path) -> Path:
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
-def test_greedy_answers_are_those_of_the_naive_stage(run: Run, prompts: Path) -> None:  # noqa: F811
+def test_greedy_answers_are_those_of_the_naive_stage(run: Run, prompts: Path) -> None:
     status, output, error = run("batch", str(prompts), *MODEL, "--max-batch", "3")
     assert (status, error) == (0, "")  # redirected, there is no progress bar
     model, tokenizer = minillm.load("tiny", device="cpu")
@@ -81,7 +79,7 @@ def test_greedy_answers_are_those_of_the_naive_stage(run: Run, prompts: Path) ->
         assert part in " ".join(output.split())
 
 
-def test_chat_puts_each_prompt_into_the_template(run: Run, prompts: Path) -> None:  # noqa: F811
+def test_chat_puts_each_prompt_into_the_template(run: Run, prompts: Path) -> None:
     write(prompts, [{"id": "a", "prompt": "Why?"}])
     assert run("batch", str(prompts), *MODEL, "--chat")[0] == 0
     model, tokenizer = minillm.load("tiny", device="cpu")
@@ -89,11 +87,7 @@ def test_chat_puts_each_prompt_into_the_template(run: Run, prompts: Path) -> Non
     assert texts(answers_of(prompts)) == {"a": tokenizer.decode(reference.tokens)}
 
 
-def test_chat_renders_all_prompts_in_one_process(
-    run: Run,  # noqa: F811
-    prompts: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_chat_renders_all_prompts_in_one_process(run: Run, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started, start = [], subprocess.run
     monkeypatch.setattr("minillm.chat_template.subprocess.run", lambda *a, **k: started.append(a) or start(*a, **k))
     assert run("batch", str(prompts), *MODEL, "--chat")[0] == 0
@@ -107,7 +101,7 @@ def test_chat_renders_all_prompts_in_one_process(
     }
 
 
-def test_a_line_may_have_settings_of_its_own(run: Run, prompts: Path) -> None:  # noqa: F811
+def test_a_line_may_have_settings_of_its_own(run: Run, prompts: Path) -> None:
     lines = [
         "bare",
         {"prompt": "short", "max_new_tokens": 2},
@@ -124,13 +118,13 @@ def test_a_line_may_have_settings_of_its_own(run: Run, prompts: Path) -> None:  
     )
 
 
-def test_the_longest_answer_is_begun_first(run: Run, prompts: Path) -> None:  # noqa: F811
+def test_the_longest_answer_is_begun_first(run: Run, prompts: Path) -> None:
     write(prompts, [{"prompt": "x", "max_new_tokens": n} for n in (2, 3, 2, 5)])
     assert run("batch", str(prompts), *MODEL, "--max-batch", "1")[0] == 0
     assert list(texts(answers_of(prompts))) == ["line-4", "line-2", "line-1", "line-3"]
 
 
-def test_a_stop_token_ends_an_answer_and_is_not_shown(run: Run, prompts: Path) -> None:  # noqa: F811
+def test_a_stop_token_ends_an_answer_and_is_not_shown(run: Run, prompts: Path) -> None:
     write(prompts, [{"prompt": f"{i}"} for i in range(30)])
     hot = ["--temperature", "1e5", "--seed", "1"]  # each of 320 tokens as probable: 17 % stop within 60
     assert run("batch", str(prompts), *MODEL, "--max-new-tokens", "60", *hot)[0] == 0
@@ -142,7 +136,7 @@ def test_a_stop_token_ends_an_answer_and_is_not_shown(run: Run, prompts: Path) -
     assert any(answer["tokens"] < 60 for answer in stopped)
 
 
-def test_drawn_answers_depend_on_seed_and_id_and_on_nothing_else(run: Run, prompts: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_drawn_answers_depend_on_seed_and_id_and_on_nothing_else(run: Run, prompts: Path, tmp_path: Path) -> None:
     lines = prompts.read_text().splitlines()
     assert run("batch", str(prompts), *MODEL, *DRAWN)[0] == 0
     expected = texts(answers_of(prompts))
@@ -193,7 +187,7 @@ def test_drawn_answers_depend_on_seed_and_id_and_on_nothing_else(run: Run, promp
         ({"prompt": "x", "max_new_tokens": 300}, "256 positions"),
     ],
 )
-def test_a_bad_line_is_named_and_the_others_are_served(run: Run, prompts: Path, line: object, says: str) -> None:  # noqa: F811
+def test_a_bad_line_is_named_and_the_others_are_served(run: Run, prompts: Path, line: object, says: str) -> None:
     write(prompts, [{"prompt": "one", "id": "first"}, b"", line, {"prompt": "two", "id": "last"}])
     status, output, error = run("batch", str(prompts), *MODEL)
     named, left_out = error.splitlines(keepends=True)
@@ -213,9 +207,7 @@ def test_a_bad_line_is_named_and_the_others_are_served(run: Run, prompts: Path, 
 
 
 def test_where_no_line_can_be_served_no_model_is_loaded(
-    run: Run,  # noqa: F811
-    prompts: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    run: Run, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("minillm.commands.batch.load", lambda *_: pytest.fail("a model was loaded"))
     write(prompts, [b"{", b"}"])
@@ -244,11 +236,7 @@ def test_where_no_line_can_be_served_no_model_is_loaded(
     ],
 )
 def test_wrong_options_are_told_in_one_sentence(
-    run: Run,  # noqa: F811
-    prompts: Path,
-    argv: list[str],
-    status: int,
-    says: str,
+    run: Run, prompts: Path, argv: list[str], status: int, says: str
 ) -> None:
     before = prompts.read_bytes()
     result, output, error = run("batch", str(prompts), *MODEL, *(part.format(prompts=prompts) for part in argv))
@@ -263,7 +251,7 @@ def test_wrong_options_are_told_in_one_sentence(
     ("content", "status", "says"),
     [(None, 1, "cannot be read"), (b"", 2, "holds no prompts"), (b"\n \n", 2, "no prompts")],
 )
-def test_a_file_without_prompts(run: Run, tmp_path: Path, content: bytes | None, status: int, says: str) -> None:  # noqa: F811
+def test_a_file_without_prompts(run: Run, tmp_path: Path, content: bytes | None, status: int, says: str) -> None:
     path = tmp_path / "prompts.jsonl"
     if content is not None:
         path.write_bytes(content)
@@ -272,7 +260,7 @@ def test_a_file_without_prompts(run: Run, tmp_path: Path, content: bytes | None,
     assert (result, output, says in error) == (status, "", True)
 
 
-def test_a_folder_is_no_file_of_prompts(run: Run, tmp_path: Path) -> None:  # noqa: F811
+def test_a_folder_is_no_file_of_prompts(run: Run, tmp_path: Path) -> None:
     status, _, error = run("batch", str(tmp_path), *MODEL)
     assert_one_sentence(error)
     assert (status, "cannot be read" in error) == (1, True)
@@ -282,9 +270,7 @@ def test_a_folder_is_no_file_of_prompts(run: Run, tmp_path: Path) -> None:  # no
 
 
 def test_a_second_run_keeps_the_answers_and_loads_no_model(
-    run: Run,  # noqa: F811
-    prompts: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    run: Run, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert run("batch", str(prompts), *MODEL)[0] == 0
     before = answers_of(prompts).read_bytes()
@@ -298,7 +284,7 @@ def test_a_second_run_keeps_the_answers_and_loads_no_model(
 @pytest.mark.parametrize(
     "cut", ["a byte", "half a line", "all but a byte", "the newline", "two lines and a half", "everything"]
 )
-def test_half_an_answer_is_cut_off_and_made_anew(run: Run, prompts: Path, cut: str) -> None:  # noqa: F811
+def test_half_an_answer_is_cut_off_and_made_anew(run: Run, prompts: Path, cut: str) -> None:
     assert run("batch", str(prompts), *MODEL, *DRAWN)[0] == 0
     path = answers_of(prompts)
     whole, expected = path.read_bytes(), texts(path)
@@ -353,10 +339,7 @@ def test_wherever_the_file_ends_whole_answers_stay(
     ],
 )
 def test_a_file_that_holds_something_else_is_refused_unharmed(
-    run: Run,  # noqa: F811
-    prompts: Path,
-    content: bytes,
-    says: str,
+    run: Run, prompts: Path, content: bytes, says: str
 ) -> None:
     path = answers_of(prompts)
     path.write_bytes(content)
@@ -366,7 +349,7 @@ def test_a_file_that_holds_something_else_is_refused_unharmed(
     assert path.read_bytes() == content
 
 
-def test_two_runs_do_not_write_into_one_file(run: Run, prompts: Path) -> None:  # noqa: F811
+def test_two_runs_do_not_write_into_one_file(run: Run, prompts: Path) -> None:
     with AnswerFile(answers_of(prompts), {}):
         status, _, error = run("batch", str(prompts), *MODEL)
     assert_one_sentence(error)
@@ -405,10 +388,7 @@ def test_a_file_that_cannot_be_opened_or_read_is_one_sentence(tmp_path: Path, mo
 
 @pytest.mark.parametrize("room", [0, 1, 200, 400])
 def test_a_disk_that_fills_leaves_whole_answers_and_a_second_run_completes(
-    run: Run,  # noqa: F811
-    prompts: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    room: int,
+    run: Run, prompts: Path, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
     assert run("batch", str(prompts), *MODEL, *DRAWN)[0] == 0
     expected = texts(answers_of(prompts))
@@ -437,16 +417,14 @@ def test_a_disk_that_fills_leaves_whole_answers_and_a_second_run_completes(
 
 
 @pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs /dev/full")
-def test_a_full_device_is_told_in_one_sentence(run: Run, prompts: Path) -> None:  # noqa: F811
+def test_a_full_device_is_told_in_one_sentence(run: Run, prompts: Path) -> None:
     status, _, error = run("batch", str(prompts), *MODEL, "--out", "/dev/full")
     assert_one_sentence(error)
     assert (status, "/dev/full could not be written (No space left on device): 0 of 7" in error) == (1, True)
 
 
 def test_each_answer_is_on_the_disk_before_the_next_one_is_written(
-    run: Run,  # noqa: F811
-    prompts: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    run: Run, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
     for name in ("write", "fsync"):
@@ -458,7 +436,7 @@ def test_each_answer_is_on_the_disk_before_the_next_one_is_written(
     assert calls == ["write", "fsync"] * 7
 
 
-def test_answers_go_into_a_pipe(run: Run, prompts: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_answers_go_into_a_pipe(run: Run, prompts: Path, tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)  # a few kB wait in the pipe until they are read
@@ -484,7 +462,7 @@ def start_and_wait_for_answers(path: Path, stderr: int) -> subprocess.Popen[str]
     return command
 
 
-def assert_it_goes_on(run: Run, path: Path, before: bytes) -> None:  # noqa: F811
+def assert_it_goes_on(run: Run, path: Path, before: bytes) -> None:
     """A second run keeps what was there, adds the rest, and all is as if nothing had happened."""
     assert 3 <= before.count(b"\n") < 30
     assert run("batch", str(path), *LONG, "--max-batch", "16")[::2] == (0, "")
@@ -495,7 +473,7 @@ def assert_it_goes_on(run: Run, path: Path, before: bytes) -> None:  # noqa: F81
     assert len(texts(whole)) == 30
 
 
-def test_killed_in_the_middle_it_goes_on(run: Run, tmp_path: Path) -> None:  # noqa: F811
+def test_killed_in_the_middle_it_goes_on(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     terminal, stderr = os.openpty()
     command = start_and_wait_for_answers(path, stderr)
@@ -507,7 +485,7 @@ def test_killed_in_the_middle_it_goes_on(run: Run, tmp_path: Path) -> None:  # n
     assert_it_goes_on(run, path, answers_of(path).read_bytes())
 
 
-def test_ctrl_c_says_how_far_it_is_and_that_it_goes_on(run: Run, tmp_path: Path) -> None:  # noqa: F811
+def test_ctrl_c_says_how_far_it_is_and_that_it_goes_on(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     command = start_and_wait_for_answers(path, subprocess.PIPE)
     command.send_signal(signal.SIGINT)

@@ -5,11 +5,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from command_helpers import Run, assert_one_sentence, process
+from helpers import one_thread  # noqa: F401
 
 from minillm import cli, doctor
 from minillm.cli import main
@@ -22,50 +23,10 @@ GENERATE = ["generate", "hi", "--model", "tiny", "--device", "cpu", "--max-new-t
 TOUR = ["tour", "--model", "tiny", "--device", "cpu", "--max-new-tokens", "2"]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.delenv("MINILLM_DEBUG", raising=False)
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Run a command in this process: its exit status, standard output and standard error."""
-
-    def run(*argv: str) -> tuple[int, str, str]:
-        try:
-            status = main(list(argv))
-        except SystemExit as exit:  # how argparse ends
-            status = int(exit.code or 0)
-        return status, *capsys.readouterr()
-
-    return run
-
-
-def process(*argv: str, **kwargs: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", "import sys; from minillm.cli import main; sys.exit(main())", *argv]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
-    return subprocess.Popen(command, **options | kwargs)
-
-
-def assert_one_sentence(error: str) -> None:
-    """`minillm: ` and one sentence on one line, which says more than a word."""
-    assert error.startswith("minillm: ")
-    assert error.endswith(".\n")
-    assert error.count("\n") == 1
-    assert len(error) > 30
-    assert "Traceback" not in error
-    assert ". " not in error.removesuffix(".\n"), "more than one sentence"
-    assert "MINILLM_DEBUG" not in error, "not foreseen"
 
 
 # --- wrong commands: status 2 -----------------------------------------------------------------------------------------
@@ -134,9 +95,7 @@ def assert_one_sentence(error: str) -> None:
         (["grade", "--time-limit", "long"], "positive number of seconds"),
     ],
 )
-def test_a_wrong_command_is_told_in_one_sentence(
-    run: Callable[..., tuple[int, str, str]], argv: list[str], says: str
-) -> None:
+def test_a_wrong_command_is_told_in_one_sentence(run: Run, argv: list[str], says: str) -> None:
     status, output, error = run(*argv)
     assert_one_sentence(error)
     assert says in error
@@ -161,9 +120,7 @@ def test_a_wrong_command_is_told_in_one_sentence(
         ([*PREDICT, "--json", f"/tmp/{'x' * 300}.json"], "File name too long"),
     ],
 )
-def test_work_that_cannot_be_done_is_told_in_one_sentence(
-    run: Callable[..., tuple[int, str, str]], argv: list[str], says: str
-) -> None:
+def test_work_that_cannot_be_done_is_told_in_one_sentence(run: Run, argv: list[str], says: str) -> None:
     status, output, error = run(*argv)
     assert_one_sentence(error)
     assert says in error
@@ -174,7 +131,7 @@ def test_work_that_cannot_be_done_is_told_in_one_sentence(
 @pytest.mark.parametrize(
     "argv", [[*TOUR, "--device", "cuda"], [*GENERATE, "--device", "cuda:1"], ["roofline", "--device", "cuda"]]
 )
-def test_cuda_where_there_is_none(run: Callable[..., tuple[int, str, str]], argv: list[str]) -> None:
+def test_cuda_where_there_is_none(run: Run, argv: list[str]) -> None:
     status, output, error = run(*argv)
     assert_one_sentence(error)
     assert "use --device cpu" in error
@@ -183,7 +140,7 @@ def test_cuda_where_there_is_none(run: Callable[..., tuple[int, str, str]], argv
 
 @pytest.mark.parametrize("option", ["--json", "--plot"])
 def test_a_path_that_cannot_be_written_is_told_before_the_work(
-    run: Callable[..., tuple[int, str, str]], option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setattr("minillm.commands.tour.load", lambda *_: pytest.fail("the model was loaded first"))
@@ -194,7 +151,7 @@ def test_a_path_that_cannot_be_written_is_told_before_the_work(
 
 @pytest.mark.parametrize("existing", [None, "old"])
 def test_a_full_disk_leaves_what_was_there(
-    run: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, existing: str | None
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, existing: str | None
 ) -> None:
     def full(self: Path, data: bytes) -> int:
         with self.open("wb") as file:
@@ -211,9 +168,7 @@ def test_a_full_disk_leaves_what_was_there(
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == ([(path.name, "old")] if existing else [])
 
 
-def test_an_interrupted_write_leaves_nothing(
-    run: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_write_leaves_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(self: Path, target: object) -> None:
         raise KeyboardInterrupt
 
@@ -222,15 +177,13 @@ def test_an_interrupted_write_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_missing_folder_is_made(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+def test_a_missing_folder_is_made(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "new" / "folder" / "prediction.json"
     assert run(*PREDICT, "--json", str(path))[0] == 0
     assert [p.name for p in path.parent.iterdir()] == ["prediction.json"]
 
 
-def test_an_error_that_nobody_foresaw_is_still_one_line(
-    run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_that_nobody_foresaw_is_still_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(console: object) -> None:
         raise RuntimeError("a pipe burst.\nand water everywhere")
 
@@ -265,11 +218,7 @@ OUT_OF_MEMORY = "minillm: The device ran out of memory: use a smaller model or d
     ],
 )
 def test_errors_and_their_exit_status(
-    run: Callable[..., tuple[int, str, str]],
-    monkeypatch: pytest.MonkeyPatch,
-    error: BaseException,
-    status: int,
-    sentence: str,
+    run: Run, monkeypatch: pytest.MonkeyPatch, error: BaseException, status: int, sentence: str
 ) -> None:
     def fail(console: object) -> None:
         raise error
@@ -282,13 +231,13 @@ def test_errors_and_their_exit_status(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_of_each_command(run: Callable[..., tuple[int, str, str]], command: str) -> None:
+def test_help_of_each_command(run: Run, command: str) -> None:
     status, output, error = run(command, "--help")
     assert output.startswith(f"usage: minillm {command}")
     assert (status, error) == (0, "")
 
 
-def test_help_names_every_command(run: Callable[..., tuple[int, str, str]]) -> None:
+def test_help_names_every_command(run: Run) -> None:
     status, output, error = run("--help")
     assert all(f"\n    {command} " in output for command in COMMANDS)
     assert (status, error) == (0, "")
@@ -301,9 +250,7 @@ def test_help_answers_without_loading_pytorch() -> None:
 
 @pytest.mark.parametrize("stage", ["naive", "kv_cache"])
 @pytest.mark.parametrize("chat", [[], ["--chat"]])
-def test_generate_prints_the_text_and_the_five_numbers(
-    run: Callable[..., tuple[int, str, str]], stage: str, chat: list[str]
-) -> None:
+def test_generate_prints_the_text_and_the_five_numbers(run: Run, stage: str, chat: list[str]) -> None:
     status, output, error = run(*GENERATE, "--stage", stage, *chat)
     assert (status, error) == (0, "")
     *_text, numbers = output.rstrip("\n").split("\n")
@@ -311,7 +258,7 @@ def test_generate_prints_the_text_and_the_five_numbers(
         assert part in numbers
 
 
-def test_a_seed_gives_the_same_text_again_and_greedy_needs_none(run: Callable[..., tuple[int, str, str]]) -> None:
+def test_a_seed_gives_the_same_text_again_and_greedy_needs_none(run: Run) -> None:
     def text(*options: str) -> str:
         return run(*GENERATE, "--max-new-tokens", "12", *options)[1].rsplit("\n", 2)[0]
 
@@ -320,7 +267,7 @@ def test_a_seed_gives_the_same_text_again_and_greedy_needs_none(run: Callable[..
     assert text() == text("--temperature", "0", "--seed", "8")
 
 
-def test_predict_prints_and_writes_the_same(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+def test_predict_prints_and_writes_the_same(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "prediction.json"
     arguments = ["--context", "100", "--batch", "4", "--dtype", "fp16", "--overhead", "5"]
     status, output, error = run(*PREDICT, *arguments, "--json", str(path))
@@ -341,16 +288,14 @@ def test_predict_prints_and_writes_the_same(run: Callable[..., tuple[int, str, s
     assert "Batch 4; prefill of 100 tokens" in output
 
 
-def test_predict_takes_16_bits_where_the_hardware_has_them(run: Callable[..., tuple[int, str, str]]) -> None:
+def test_predict_takes_16_bits_where_the_hardware_has_them(run: Run) -> None:
     assert "NVIDIA H100 SXM, bf16" in run(*PREDICT)[1]
     assert "NVIDIA T4, fp16" in run(*PREDICT, "--hardware", "t4")[1]
     assert "Apple M1, fp32" in run(*PREDICT, "--hardware", "m1")[1]
 
 
 @pytest.mark.parametrize("model", ["smollm2-135m", "qwen3-0.6b", "mistral-7b-v0.1", "llama-3-70b"])
-def test_predict_knows_models_of_every_family_beyond_their_positions(
-    run: Callable[..., tuple[int, str, str]], model: str
-) -> None:
+def test_predict_knows_models_of_every_family_beyond_their_positions(run: Run, model: str) -> None:
     status, output, error = run(*PREDICT, "--model", model, "--context", "200000")
     assert (status, error) == (0, "")
     assert model in output
@@ -362,9 +307,7 @@ def small_meter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CeilingMeter, "_measure", lambda self: (2e10, 1e11, 8e-6))
 
 
-def test_roofline_prints_and_writes_the_ceilings(
-    run: Callable[..., tuple[int, str, str]], tmp_path: Path, small_meter: None
-) -> None:
+def test_roofline_prints_and_writes_the_ceilings(run: Run, tmp_path: Path, small_meter: None) -> None:
     path = tmp_path / "roofline.json"
     status, output, error = run("roofline", "--device", "cpu", "--dtype", "bf16", "--json", str(path))
     assert (status, error) == (0, "")
@@ -382,7 +325,7 @@ def test_roofline_prints_and_writes_the_ceilings(
     assert data["datasheet"] is None
 
 
-def test_predict_for_this_machine_measures_it(run: Callable[..., tuple[int, str, str]], small_meter: None) -> None:
+def test_predict_for_this_machine_measures_it(run: Run, small_meter: None) -> None:
     status, output, error = run(*PREDICT, "--hardware", "this", "--dtype", "fp32")
     assert (status, error) == (0, "")
     assert "Ceilings (measured): 20 GB/s, 100 GFLOP/s, 8 us overhead an operator" in " ".join(output.split())

@@ -1,14 +1,13 @@
 """`minillm evaluate`: the table of what quantization does, for any checkpoint, text and choice of schemes."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from command_helpers import Run, assert_one_sentence
 from helpers import SHAPES, lively_model, one_thread, wide  # noqa: F401
-from test_cli import assert_one_sentence, run  # noqa: F401
 
 from minillm.evaluation import compare, prose
 from minillm.model import Transformer
@@ -18,7 +17,6 @@ from minillm.stages.quantized_cache import QuantizedKVCache
 from minillm.stages.quantizers import dequantize_int4, group_int4
 from minillm.tokenizer_sources import byte_tokenizer
 
-Run = Callable[..., tuple[int, str, str]]
 # 4 query heads on 1 KV head of 16: qkv (96, 64), o (64, 64), gate and up (256, 64), down (64, 128); head (256, 64).
 CONFIG = wide(SHAPES["multi-query"], d_model=64, d_ff=128, head_dim=16, vocab_size=256, max_positions=300)
 HEAD = 256 * 64
@@ -53,7 +51,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Transformer:
     return model
 
 
-def evaluated(run: Run, folder: Path, *options: str) -> tuple[dict[str, Any], str]:  # noqa: F811
+def evaluated(run: Run, folder: Path, *options: str) -> tuple[dict[str, Any], str]:
     """What the command writes and prints."""
     path = folder / "table.json"
     status, output, error = run("evaluate", "--device", "cpu", "--json", str(path), *options)
@@ -63,9 +61,7 @@ def evaluated(run: Run, folder: Path, *options: str) -> tuple[dict[str, Any], st
 
 
 def test_every_row_is_the_comparison_of_its_own_model_with_the_fp32_one(
-    run: Run,  # noqa: F811
-    tmp_path: Path,
-    model: Transformer,
+    run: Run, tmp_path: Path, model: Transformer
 ) -> None:
     data, output = evaluated(run, tmp_path, "--tokens", "300")
     rows = data.pop("rows")
@@ -89,7 +85,7 @@ def test_every_row_is_the_comparison_of_its_own_model_with_the_fp32_one(
     assert "over 298 tokens" in output  # two windows, each of which gives its first token away
 
 
-def test_bytes_and_bits_are_those_of_codes_scales_and_zeros(run: Run, tmp_path: Path, model: Transformer) -> None:  # noqa: F811
+def test_bytes_and_bits_are_those_of_codes_scales_and_zeros(run: Run, tmp_path: Path, model: Transformer) -> None:
     data, _ = evaluated(run, tmp_path, "--tokens", "20")
 
     def int4(g: int, head_in_int8: bool) -> float:
@@ -103,7 +99,7 @@ def test_bytes_and_bits_are_those_of_codes_scales_and_zeros(run: Run, tmp_path: 
         assert row["bytes"] == linears + REST * (2 if row["scheme"] == "bf16" else 4) + ROPE
 
 
-def test_quantized_layers_take_the_activations_that_dtype_says(run: Run, tmp_path: Path, model: Transformer) -> None:  # noqa: F811
+def test_quantized_layers_take_the_activations_that_dtype_says(run: Run, tmp_path: Path, model: Transformer) -> None:
     data, output = evaluated(run, tmp_path, "--dtype", "bf16", "--schemes", "int8,int8_kv", "--tokens", "40")
     fp32, int8, cache = data["rows"]
     assert data["dtype"] == "bf16" and "activations in bf16" in output
@@ -112,7 +108,7 @@ def test_quantized_layers_take_the_activations_that_dtype_says(run: Run, tmp_pat
     assert (cache["head"], cache["bits_per_weight"]) == ("bf16", 16)
 
 
-def test_schemes_and_groups_are_chosen_and_each_comes_once(run: Run, tmp_path: Path, model: Transformer) -> None:  # noqa: F811
+def test_schemes_and_groups_are_chosen_and_each_comes_once(run: Run, tmp_path: Path, model: Transformer) -> None:
     options = ["--schemes", "int4, fp8,fp32,fp8", "--group-size", "64", "--tokens", "20"]
     rows, output = evaluated(run, tmp_path, *options)
     assert [(row["scheme"], row["group_size"], row["head"]) for row in rows["rows"]] == [
@@ -122,7 +118,7 @@ def test_schemes_and_groups_are_chosen_and_each_comes_once(run: Run, tmp_path: P
     assert output.count("no speed to show") == 1
 
 
-def test_a_text_of_ones_own(run: Run, tmp_path: Path, model: Transformer) -> None:  # noqa: F811
+def test_a_text_of_ones_own(run: Run, tmp_path: Path, model: Transformer) -> None:
     path = tmp_path / "own.txt"
     path.write_text("Für Elise, " * 10, encoding="utf-8")
     data, _ = evaluated(run, tmp_path, "--text", str(path), "--schemes", "int8")
@@ -132,14 +128,14 @@ def test_a_text_of_ones_own(run: Run, tmp_path: Path, model: Transformer) -> Non
     assert data["rows"][1]["kl"] == pytest.approx(expected.kl, rel=1e-3)
 
 
-def test_an_endless_text_is_read_as_far_as_it_is_needed(run: Run, tmp_path: Path, model: Transformer) -> None:  # noqa: F811
+def test_an_endless_text_is_read_as_far_as_it_is_needed(run: Run, tmp_path: Path, model: Transformer) -> None:
     zeros = Path("/dev/zero")
     if not zeros.exists():
         pytest.skip("there is no /dev/zero here")
     assert evaluated(run, tmp_path, "--text", str(zeros), "--schemes", "int8", "--tokens", "9")[0]["tokens"] == 9
 
 
-def test_what_does_not_fit_is_left_out_with_its_sentence(run: Run, tmp_path: Path) -> None:  # noqa: F811
+def test_what_does_not_fit_is_left_out_with_its_sentence(run: Run, tmp_path: Path) -> None:
     data, output = evaluated(run, tmp_path, "--model", "tiny", "--tokens", "20")
     left_out = "Left out: int4 g64, head int8; int4 g64. Groups of 64 do not divide the 32 columns of "
     assert left_out in output
@@ -149,7 +145,7 @@ def test_what_does_not_fit_is_left_out_with_its_sentence(run: Run, tmp_path: Pat
     assert [row["scheme"] for row in data["rows"]] == ["fp32", "bf16", "int8_kv"]
 
 
-def test_a_checkpoint_that_was_stored_in_4_bits_is_found_out(run: Run, tmp_path: Path, model: Transformer) -> None:  # noqa: F811
+def test_a_checkpoint_that_was_stored_in_4_bits_is_found_out(run: Run, tmp_path: Path, model: Transformer) -> None:
     options = ["--schemes", "int4", "--tokens", "20"]
     assert "was stored in 4 bits" not in evaluated(run, tmp_path, *options)[1]
     for block in model.blocks:
@@ -190,10 +186,7 @@ TINY = ["--model", "tiny", "--device", "cpu"]
     ],
 )
 def test_what_cannot_be_evaluated_is_told_in_one_sentence(
-    options: list[str],
-    says: str,
-    run: Run,  # noqa: F811
-    tmp_path: Path,
+    options: list[str], says: str, run: Run, tmp_path: Path
 ) -> None:
     for name, content in (("EMPTY", b" \n"), ("BINARY", b"\xff\xfe\x00"), ("LETTER", b"x")):
         (tmp_path / name).write_bytes(content)

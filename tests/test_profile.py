@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import count as ticks
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from command_helpers import Run, assert_one_sentence
 from helpers import one_thread  # noqa: F401
-from test_cli import assert_one_sentence, run  # noqa: F401
 
 from minillm import generation
 from minillm.checkpoint import random_model
@@ -25,7 +25,6 @@ from minillm.roofline.position import predict, predict_stage
 from minillm.roofline.profile import Kind, PhaseProfile, describe, profile_step
 from minillm.stages import STAGES, Stage
 
-Run = Callable[..., tuple[int, str, str]]
 TINY = known_model("tiny")
 CEILINGS = Ceilings("a machine", "fp32", bandwidth=100.0, peak=1000.0, overhead=0.5)
 CPU = torch.device("cpu")
@@ -138,7 +137,7 @@ def test_a_stage_without_a_step_is_refused() -> None:
 # --- The command ------------------------------------------------------------------------------------------------------
 
 
-def test_the_command_shows_and_writes_both_phases(run: Run, tmp_path: Path) -> None:  # noqa: F811
+def test_the_command_shows_and_writes_both_phases(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     status, output, error = run(
         "profile", "gqa", "--model", "tiny", "--device", "cpu", "--context", "12", "--batch", "2", "--json", str(path)
@@ -175,7 +174,7 @@ def test_the_command_shows_and_writes_both_phases(run: Run, tmp_path: Path) -> N
         (["quantization", "--dtype", "fp16"], "take fp32 and bf16"),
     ],
 )
-def test_a_wrong_command_is_one_sentence(arguments: list[str], words: str, run: Run) -> None:  # noqa: F811
+def test_a_wrong_command_is_one_sentence(arguments: list[str], words: str, run: Run) -> None:
     status, output, error = run("profile", *arguments, "--model", "tiny", "--device", "cpu")
     assert (status, output) == (2, "")
     assert_one_sentence(error)
@@ -183,9 +182,7 @@ def test_a_wrong_command_is_one_sentence(arguments: list[str], words: str, run: 
 
 
 def test_what_cannot_be_written_is_told_before_anything_is_loaded(
-    run: Run,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("minillm.commands.profile.load", None)
     status, _, error = run("profile", "gqa", "--json", str(tmp_path))

@@ -1,7 +1,6 @@
 """The tour on a tiny model: prediction first, the same text from every stage, and results that agree with one another."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import one_thread  # noqa: F401
 from PIL import Image
 from rich.console import Console
 
@@ -29,14 +29,6 @@ from minillm.tour import StageResult, Tour, run_tour
 QUANTIZED = ("quantization", "kernels")  # stages of these names change the weights
 NEW_TOKENS = 8
 SAMPLE = (2e10, 1e11, 8e-6)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
