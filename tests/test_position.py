@@ -5,14 +5,13 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import PLAIN_STAGES
+from helpers import PLAIN_STAGES, one_thread  # noqa: F401 (a fixture)
 
 from minillm.config import KNOWN_MODELS, ModelConfig
 from minillm.errors import UsageError
@@ -44,14 +43,6 @@ MEMORY = Operator("copy", "", flops=10**6, read=10**6, written=10**6, ideal=0)  
 OVERHEAD = Operator("tiny", "", flops=10, read=10, written=10, ideal=0)  # 1 ms by overhead
 H100 = HARDWARE["h100-sxm"].ceilings("bf16")
 LLAMA = KNOWN_MODELS["llama-3-8b"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def cost(**calls: int) -> Cost:

@@ -23,11 +23,11 @@ from minillm.model import Transformer
 from minillm.roofline.counting import count
 from minillm.stages.kv_cache import KVCache
 
-BYTES_READ = {"cpu": 2**26, "cuda": 2**31}  # for a sample of the bandwidth, by reading a small buffer again and again
-MOST_READS = 100  # to get there
-OPERATORS_TIMED = 2_000  # tiny operators a sample of the overhead: some milliseconds
-LARGEST_BUFFER = 8 * 2**30  # bytes read for a sample of the bandwidth, whatever the working set
-MATRIX_SIZE = {"cpu": 1024, "cuda": 8192, "mps": 2048}
+BYTES_READ = {"cpu": 2**26, "cuda": 2**31}  # by a sample of the bandwidth: a small buffer is read again and again,
+MOST_READS = 100  # but no more often than this
+LARGEST_BUFFER = 8 * 2**30  # bytes, however large the working set
+OPERATORS_TIMED = 2_000  # tiny ones, in a sample of the overhead: some milliseconds
+MATRIX_SIZE = {"cpu": 1024, "cuda": 8192, "mps": 2048}  # rows and columns of the product that gives the peak
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class Ceilings:
         return min(self.peak, intensity * self.bandwidth)
 
     def as_json(self) -> dict[str, float]:
+        """What `--json` writes of them, in SI units."""
         return {
             "bandwidth_bytes_per_s": self.bandwidth,
             "peak_flop_per_s": self.peak,
@@ -84,7 +85,7 @@ class CeilingMeter:
 
     def __init__(self, device: torch.device, dtype: torch.dtype, working_set: int) -> None:
         self.device, self.dtype = device, dtype
-        elements = max(1, min(working_set, LARGEST_BUFFER, _free_bytes(device) // 2) // 4)
+        elements = max(1, min(working_set, _room(device)) // 4)
         self._buffer = torch.ones(elements, device=device)
         n = MATRIX_SIZE.get(device.type, 1024)
         self._matrix = torch.full((n, n), 0.5, dtype=dtype, device=device)
@@ -126,7 +127,8 @@ def _tiny_step(device: torch.device, dtype: torch.dtype) -> tuple[Callable[[], o
     return step, count(step).n_operators
 
 
-def _free_bytes(device: torch.device) -> int:
+def _room(device: torch.device) -> int:
+    """Bytes that the buffer may take: of a GPU's memory half of what is free."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return 2 * LARGEST_BUFFER
+        return min(LARGEST_BUFFER, torch.cuda.mem_get_info(device)[0] // 2)
+    return LARGEST_BUFFER

@@ -61,6 +61,7 @@ class Position:
         return self.achieved / self.ceilings.attainable(self.cost.intensity)
 
     def as_json(self) -> dict[str, object]:
+        """What `--json` writes of a phase, in SI units; the last three keys only where it was measured."""
         prediction = {
             "phase": self.phase,
             "flops": self.cost.flops,
