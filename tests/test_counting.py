@@ -6,12 +6,17 @@ It knows the model and the stages from their definition only, and shares no code
 
 import gc
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from helpers import PLAIN_STAGES, SHAPES, random_prompt
+from helpers import (
+    PLAIN_STAGES,
+    SHAPES,
+    one_thread,  # noqa: F401 (a fixture)
+    random_prompt,
+)
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -46,15 +51,6 @@ def model_on(device: str, config: ModelConfig, dtype: torch.dtype = torch.float3
         return Transformer(config).to(dtype)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tensors this small only wait for a second thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 # --- closed forms -----------------------------------------------------------------------------------------------------
 
 
@@ -77,25 +73,17 @@ class Pass:
 
     def __post_init__(self) -> None:
         B, T, b, c = self.B, self.T, self.b, self.config
-        C, D, F, V = c.d_model, c.head_dim, c.d_ff, c.vocab_size
+        C, F, V = c.d_model, c.d_ff, c.vocab_size
         tokens = B * T
-        self.packed = (
-            self.stage == "batching"
-        )  # the tokens of all sequences in one row, each with a position of its own
-        P = self.positions = tokens if self.packed else T  # else the positions are shared by all sequences
+        # Packed: the tokens of all sequences in one row, each with a position of its own. Else all share the positions.
+        self.packed = self.stage == "batching"
+        self.positions = tokens if self.packed else T
 
         if self.packed:
             self.packing()
         else:
-            self.bytes += 8 * P
-        # Angles, shared by all layers, in float32: multiplied with D frequencies, and of the product the cosine and the sine,
-        # each cast where the model has another dtype.
-        self.add(read=8 * P, weights=4 * D, written=4 * P * D)
-        for _ in ("cos", "sin"):
-            self.add(read=4 * P * D, written=4 * P * D)
-            if b != 4:
-                self.add(read=4 * P * D, written=b * P * D)
-
+            self.add(written=8 * T)  # the positions
+        self.angles()
         self.add(read=8 * tokens, weights=b * tokens * C, written=b * tokens * C)  # embedding: a row for each token
         for _ in range(c.n_layers):
             self.norm(C)
@@ -115,6 +103,18 @@ class Pass:
         self.add(read=b * B * V, written=8 * B)  # argmax over the last position
         if self.stage == "naive":
             self.add(read=8 * B * (T + 1), written=8 * B * (T + 1))  # cat of the tokens
+
+    def angles(self) -> None:
+        """Shared by all layers, in float32: positions times D frequencies, and the cosine and the sine of that.
+
+        Each is cast where the model has another dtype.
+        """
+        P, D, b = self.positions, self.config.head_dim, self.b
+        self.add(read=8 * P, weights=4 * D, written=4 * P * D)
+        for _ in ("cos", "sin"):
+            self.add(read=4 * P * D, written=4 * P * D)
+            if b != 4:
+                self.add(read=4 * P * D, written=b * P * D)
 
     def packing(self) -> None:
         """What continuous batching notes on the device for a pass: int64 numbers, and memory made ready."""
