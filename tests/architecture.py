@@ -57,9 +57,8 @@ def _imported(tree: ast.AST, known: Iterable[str]) -> set[str]:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         for name in names:
             parts = name.split(".")
-            if (
-                parts[0] == "minillm"
-            ):  # minillm.a.b is a module, a name in minillm/a.py, or one in minillm/a/__init__.py
+            if parts[0] == "minillm":
+                # minillm.a.b is a module, a name in minillm/a.py, or one in minillm/a/__init__.py.
                 places = [".".join(parts[1:]), ".".join(parts[1:-1]), ".".join([*parts[1:-1], "__init__"])]
                 places.append(".".join([*parts[1:], "__init__"]))
                 found.add(next(place for place in places if place in known))
