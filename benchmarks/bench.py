@@ -6,8 +6,9 @@ from typing import Any
 
 from common import spread
 from engines import Engine
-from peers import Request, Sample, measure, times_as_fast
+from machine import worst
 from rich.console import Console
+from turns import Request, Sample, measure, times_as_fast
 
 from minillm.roofline.ceilings import CeilingMeter
 
@@ -40,8 +41,7 @@ class Bench:
         return measured.samples
 
     def note_others(self, cores: float | None) -> None:
-        if cores is not None:
-            self.others_busy_cores = max(cores, self.others_busy_cores or 0.0)
+        self.others_busy_cores = worst(self.others_busy_cores, cores)
 
     def compare(
         self, phase: str, ours: tuple[str, Sequence[Sample]], theirs: tuple[str, Sequence[Sample]], target: float | None

@@ -6,9 +6,13 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+import torch
 from rich.console import Console
 
+from minillm.device import pick_device, pick_dtype
 from minillm.errors import MinillmError, UsageError
+from minillm.files import write_json
+from minillm.model import Transformer
 from minillm.tokenizer import Tokenizer
 
 MODEL = "smollm2-135m"
@@ -39,6 +43,7 @@ def make_prompts(tokenizer: Tokenizer, length: int, count: int) -> list[list[int
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
+    """A figure in a result: the value of every round, and their median, lowest and highest."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "rounds": list(values)}
 
 
@@ -67,6 +72,50 @@ def positive(text: str) -> int:
 
 def positives(text: str) -> list[int]:
     return [positive(part) for part in text.split(",")]
+
+
+def rounds_parser(program: str, description: str, rounds: int) -> Parser:
+    """With the options that every command has whose engines or parts take turns in rounds."""
+    parser = Parser(prog=program, description=description)
+    parser.add_argument("--model", default=MODEL, help=f"any that minillm loads (default: {MODEL})")
+    parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
+    parser.add_argument(
+        "--rounds", type=positive, default=rounds, metavar="N", help=f"of what takes turns (default: {rounds})"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write everything measured as JSON")
+    return parser
+
+
+def exact_device(name: str | None) -> torch.device:
+    """The device of that name, on which fp32 means fp32 from now on: no TF32 on a GPU. Raises `UsageError`."""
+    device = pick_device(name)
+    torch.set_float32_matmul_precision("highest")
+    return device
+
+
+def pick_dtypes(names: str, device: torch.device) -> list[torch.dtype]:
+    """Those named in "fp32,bf16", each once. Raises `UsageError`."""
+    return list(dict.fromkeys(pick_dtype(name.strip(), device) for name in names.split(",")))
+
+
+def check_new_tokens(n: int) -> None:
+    if n < 2:
+        raise UsageError("Decode needs at least 2 new tokens: its time is that of n tokens minus that of 1.")
+
+
+def check_positions(model: Transformer, longest: int, options: str) -> None:
+    """Raises `UsageError`, with the options to lower, where a model has fewer positions than `longest`."""
+    if longest > model.config.max_positions:
+        raise UsageError(
+            f"{model.config.name} has {model.config.max_positions} positions and {longest} are asked for: lower {options}."
+        )
+
+
+def write_result(console: Console, path: str | None, result: dict[str, Any]) -> None:
+    """Into the file of `--json`, where there is one."""
+    if path:
+        write_json(path, result)
+        console.print(f"Written: {path}")
 
 
 def exit_status(program: str, work: Callable[[], None]) -> int:

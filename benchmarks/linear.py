@@ -30,7 +30,7 @@ ROWS = (1, 16)
 
 
 def compare(dtype: torch.dtype) -> dict[str, dict[str, float]]:
-    """Bytes/s of weights in products of 1 and 16 rows, and FLOP/s of the square product, by layer; of a sum the bytes/s."""
+    """Bytes/s of weights in products of 1 and 16 rows, and FLOP/s of the square product, by layer; of a sum only bytes/s."""
     copies = CONFIG.parameter_count // (2 * CONFIG.d_ff * CONFIG.d_model)
     many = [_linear(CONFIG.d_model, 2 * CONFIG.d_ff, dtype) for _ in range(copies)]
     n = MATRIX_SIZE["cpu"]

@@ -41,6 +41,7 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def usable_cores() -> int:
+    """Cores that this process may run on, which may be fewer than there are."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -67,6 +68,11 @@ class Neighbours:
         user, nice, system, _idle, _waiting, irq, soft_irq, stolen = map(int, fields)
         ticks = user + nice + system + irq + soft_irq + stolen
         return time.monotonic(), ticks / os.sysconf("SC_CLK_TCK"), time.process_time()
+
+
+def worst(*cores: float | None) -> float | None:
+    """The most that others kept busy, in several rounds; None where the system told of none."""
+    return max((n for n in cores if n is not None), default=None)
 
 
 def _versions() -> dict[str, str]:

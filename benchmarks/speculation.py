@@ -1,6 +1,6 @@
 """A part of decode.py: speculation. A model with its quantized twins as drafters, and with n-grams.
 
-The clock of peers.py is outside: what a drafter does with the prompt, once an answer, is in the decode time of speculation.
+The clock of turns.py is outside: what a drafter does with the prompt, once an answer, is in the decode time of speculation.
 """
 
 import re
@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 from bench import Bench
 from common import TEXT, spread
+from comparison import check_answers
 from engines import Engine, Plain
-from peers import Request, Sample, check_answers
+from turns import Request, Sample
 
 from minillm.device import DTYPE_NAMES
 from minillm.model import Transformer

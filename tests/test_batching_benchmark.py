@@ -26,14 +26,17 @@ from minillm.stages.naive import causal_attention
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))  # as Python does for a script there
 
-import batching as bench
+import batching
+import batching_steps
+import batching_trace
+import steps
 
 LLAMA = SHAPES["llama"]  # 6 query heads on 2 KV heads
 CEILINGS = Ceilings("abacus", "fp32", bandwidth=1e9, peak=1e10, overhead=1e-6)
 
 
-def quiet(number: int) -> bench.Rounds:
-    return bench.Rounds(number, Console(quiet=True))
+def quiet(number: int) -> steps.Rounds:
+    return steps.Rounds(number, Console(quiet=True))
 
 
 class FixedMeter:
@@ -51,7 +54,7 @@ class FixedMeter:
 @pytest.fixture
 def meter(monkeypatch: pytest.MonkeyPatch) -> FixedMeter:
     meter = FixedMeter()
-    monkeypatch.setattr(bench, "make_meter", lambda model: meter)
+    monkeypatch.setattr(batching_steps, "make_meter", lambda model: meter)
     return meter
 
 
@@ -66,21 +69,21 @@ def step_flops(config: ModelConfig, batch: int, mean_context: float) -> float:
 
 
 @pytest.fixture(scope="module")
-def trace() -> bench.Trace:
-    return bench.make_trace(minillm.load("tiny", "cpu")[1], 200)
+def trace() -> batching_trace.Trace:
+    return batching_trace.make_trace(minillm.load("tiny", "cpu")[1], 200)
 
 
-def test_the_trace_is_the_same_in_every_run_and_spreads_10_to_1(trace: bench.Trace) -> None:
-    assert trace == bench.make_trace(minillm.load("tiny", "cpu")[1], 200)
+def test_the_trace_is_the_same_in_every_run_and_spreads_10_to_1(trace: batching_trace.Trace) -> None:
+    assert trace == batching_trace.make_trace(minillm.load("tiny", "cpu")[1], 200)
     lengths = [len(prompt) for prompt in trace.prompts]
     assert (min(lengths), max(lengths), len(lengths)) == (8, 64, 200)
     assert (min(trace.limits), max(trace.limits), len(trace.limits)) == (8, 80, 200)
     assert len({tuple(prompt[:8]) for prompt in trace.prompts}) > 150  # they are not one prompt at 200 lengths
 
 
-def test_steps_are_the_passes_of_the_model_and_answers_agree(trace: bench.Trace) -> None:
+def test_steps_are_the_passes_of_the_model_and_answers_agree(trace: batching_trace.Trace) -> None:
     model = lively_model(wide(LLAMA, n_layers=1, vocab_size=320))
-    result = bench.measure_trace(quiet(1), model, trace)
+    result = batching_trace.measure_trace(quiet(1), model, trace)
     limits = trace.limits
     static = sum(max(limits[i : i + 16]) for i in range(0, 200, 16))  # each batch lasts as long as its longest answer
     assert result["static"]["steps"] == static
@@ -92,17 +95,17 @@ def test_steps_are_the_passes_of_the_model_and_answers_agree(trace: bench.Trace)
 
 
 def test_ways_take_turns_and_their_ratio_is_taken_within_a_round(
-    trace: bench.Trace, monkeypatch: pytest.MonkeyPatch
+    trace: batching_trace.Trace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
     times = iter([0.0, 0.0, 6.0, 2.0, 3.0, 2.0, 8.0, 4.0])  # a warm-up, then three rounds: 3, 1.5 and 2 times
 
-    def invented(generate: Any, model: Any, trace: bench.Trace) -> bench.Answered:
+    def invented(generate: Any, model: Any, trace: batching_trace.Trace) -> batching_trace.Answered:
         order.append(generate.__module__.rsplit(".", 1)[-1])
-        return bench.Answered(next(times), 900, [[len(order) > 3]])
+        return batching_trace.Answered(next(times), 900, [[len(order) > 3]])
 
-    monkeypatch.setattr(bench, "answer_trace", invented)
-    result = bench.measure_trace(quiet(3), lively_model(LLAMA), trace)
+    monkeypatch.setattr(batching_trace, "answer_trace", invented)
+    result = batching_trace.measure_trace(quiet(3), lively_model(LLAMA), trace)
     assert order == ["static_batching", "batching"] * 4
     assert result["times_as_fast"]["rounds"] == [3, 1.5, 2] and result["times_as_fast"]["median"] == 2
     tokens = sum(trace.limits)
@@ -117,7 +120,7 @@ def test_ways_take_turns_and_their_ratio_is_taken_within_a_round(
 def test_figures_of_a_step_are_those_of_one_of_them() -> None:
     x = torch.ones(10, 20)
     cost = count(lambda: [x @ x.T for _ in range(4)])  # four steps, each of 2 * 10 * 20 * 10 FLOPs
-    row = bench.step_figures(
+    row = steps.step_figures(
         cost, 4, Ceilings("abacus", "fp32", bandwidth=1e30, peak=1e3, overhead=1e-9), [5.0, 9.0, 8.0]
     )
     assert (row["flops"], row["predicted_s"], row["bound"]) == (4000, pytest.approx(4.0), "compute")
@@ -132,9 +135,11 @@ def test_a_step_of_a_batch_is_counted_predicted_and_shared_among_users(
     meter: FixedMeter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times = iter([9.0, 9.0, 0.1, 0.3, 0.2, 0.2, 0.4, 0.1])  # seconds a step: a warm-up, then B = 1 and 4 in turns
-    monkeypatch.setattr(bench, "lockstep_seconds", lambda model, prompts, steps: next(times))
+    monkeypatch.setattr(batching_steps, "lockstep_seconds", lambda model, prompts, steps: next(times))
     _, tokenizer = minillm.load("tiny", "cpu")
-    result = bench.measure_batches(quiet(3), lively_model(wide(LLAMA, vocab_size=320)), tokenizer, [1, 4], steps=6)
+    result = batching_steps.measure_batches(
+        quiet(3), lively_model(wide(LLAMA, vocab_size=320)), tokenizer, [1, 4], steps=6
+    )
     one, four = result["rows"]
     assert meter.samples == 6  # before each run
     assert one["measured_s"]["rounds"] == [0.1, 0.2, 0.4] and four["measured_s"]["rounds"] == [0.3, 0.2, 0.1]
@@ -151,11 +156,13 @@ def test_a_step_of_a_batch_is_counted_predicted_and_shared_among_users(
 
 def test_what_is_timed_in_a_batch_is_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     model = lively_model(LLAMA)
-    prompts = [[i] * bench.LOCKSTEP_PROMPT for i in range(3)]
-    counted = bench.phase_costs(bench.STAGE, model, bench.LOCKSTEP_PROMPT, 6, 3)
-    assert count(lambda: bench.lockstep_seconds(model, prompts, 5)).flops == sum(c.flops for c in counted.values())
-    monkeypatch.setattr(bench, "phase_seconds", lambda times: {"decode": 10.0 * (len(times) == 6)})
-    assert bench.lockstep_seconds(model, prompts, 5) == 2  # seconds a step
+    prompts = [[i] * batching_steps.LOCKSTEP_PROMPT for i in range(3)]
+    counted = batching_steps.phase_costs(batching_steps.STAGE, model, batching_steps.LOCKSTEP_PROMPT, 6, 3)
+    assert count(lambda: batching_steps.lockstep_seconds(model, prompts, 5)).flops == sum(
+        c.flops for c in counted.values()
+    )
+    monkeypatch.setattr(batching_steps, "phase_seconds", lambda times: {"decode": 10.0 * (len(times) == 6)})
+    assert batching_steps.lockstep_seconds(model, prompts, 5) == 2  # seconds a step
 
 
 # --- the contexts ----------------------------------------------------------------------------------------------------
@@ -163,8 +170,8 @@ def test_what_is_timed_in_a_batch_is_what_is_counted(monkeypatch: pytest.MonkeyP
 
 def test_a_step_after_a_context_is_counted_over_all_of_it(meter: FixedMeter, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = iter(range(10**6))
-    monkeypatch.setattr(bench, "context_seconds", lambda model, cache, context, steps: 1 + next(slow))
-    result = bench.measure_contexts(quiet(1), lively_model(LLAMA), [10, 100], steps=4)
+    monkeypatch.setattr(batching_steps, "context_seconds", lambda model, cache, context, steps: 1 + next(slow))
+    result = batching_steps.measure_contexts(quiet(1), lively_model(LLAMA), [10, 100], steps=4)
     rows = {(r["context"], r["stage"], r["kv_heads"]): r for r in result["rows"]}
     variants = [("kv_cache", 2), ("gqa", 6), ("gqa", 2), ("gqa", 1)]
     assert list(rows) == [(S, *variant) for S in (10, 100) for variant in variants]  # each context's variants in turns
@@ -184,9 +191,9 @@ def test_a_step_after_a_context_is_counted_over_all_of_it(meter: FixedMeter, mon
 
 
 def test_a_model_with_one_kv_head_a_query_head_has_nothing_to_share_but_one() -> None:
-    names = [(str(ours), str(theirs)) for ours, theirs in bench.comparisons(4, 4)]
+    names = [(str(ours), str(theirs)) for ours, theirs in batching_steps.comparisons(4, 4)]
     assert names == [("gqa, 4 KV heads", "kv_cache, 4 KV heads"), ("gqa, 1 KV head", "gqa, 4 KV heads")]
-    assert [ours.kv_heads for ours, _ in bench.comparisons(4, 1)] == [1, 1]
+    assert [ours.kv_heads for ours, _ in batching_steps.comparisons(4, 1)] == [1, 1]
 
 
 def test_a_filled_cache_is_read_from_its_first_token_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,12 +204,12 @@ def test_a_filled_cache_is_read_from_its_first_token_on(monkeypatch: pytest.Monk
         return causal_attention(q, k, v, window)
 
     monkeypatch.setattr("minillm.stages.kv_cache.causal_attention", noting)
-    cache = bench.filled_cache(bench.Variant("kv_cache", 2), model, 24)
+    cache = batching_steps.filled_cache(batching_steps.Variant("kv_cache", 2), model, 24)
     ticks = SimpleNamespace(perf_counter=map(float, range(100)).__next__)  # a clock that each look at it advances by 1
     monkeypatch.setattr("minillm.generation.time", ticks)
-    assert isinstance(cache, KVCache) and bench.context_seconds(model, cache, 20, 3) == 1  # seconds a step
+    assert isinstance(cache, KVCache) and batching_steps.context_seconds(model, cache, 20, 3) == 1  # seconds a step
     assert seen == [(21, True), (21, True), (22, True), (22, True), (23, True), (23, True)]  # two layers
-    bench.context_seconds(model, cache, 20, 3)  # again from 20 tokens on, in the same cache
+    batching_steps.context_seconds(model, cache, 20, 3)  # again from 20 tokens on, in the same cache
     assert seen[6][0] == 21
 
 
@@ -231,9 +238,9 @@ def parts(steps: int, times: float, ratio: float, slowest_gain: float) -> dict[s
 
 
 def test_it_says_what_misses_its_target_and_nothing_else() -> None:
-    assert bench.missed(parts(105, 1.5, 1.15, 1.1)) == ["Every target is reached."]
-    assert bench.missed(parts(105, 1.5, 1 / 1.15, 1.1)) == ["Every target is reached."]
-    lines = bench.missed(parts(106, 1.49, 1.2, 0.99))
+    assert batching.missed(parts(105, 1.5, 1.15, 1.1)) == ["Every target is reached."]
+    assert batching.missed(parts(105, 1.5, 1 / 1.15, 1.1)) == ["Every target is reached."]
+    lines = batching.missed(parts(106, 1.49, 1.2, 0.99))
     assert lines == [
         "Above the target of 1.05 times the ideal: in bf16 continuous batching takes 106 steps, ideal are 100.",
         "Below the target of 1.5: in bf16 continuous batching gives 1.49 times as many tokens/s as static.",
@@ -242,7 +249,7 @@ def test_it_says_what_misses_its_target_and_nothing_else() -> None:
         "No sure gain: at 64 tokens in fp32 gqa, 3 KV heads is 1.2 (0.99 to 1.3) times as fast as kv_cache, 3 KV heads.",
     ]
     assert all(is_one_sentence(line) for line in lines)
-    assert len(bench.missed(parts(100, 2, 0.8, 1.1))) == 2  # faster than predicted is no hit either
+    assert len(batching.missed(parts(100, 2, 0.8, 1.1))) == 2  # faster than predicted is no hit either
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -265,7 +272,7 @@ SMALL = [
 
 def test_the_command_writes_its_result_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "new" / "batching.json"
-    assert bench.main([*SMALL, "--rounds", "1", "--json", str(path)]) == 0
+    assert batching.main([*SMALL, "--rounds", "1", "--json", str(path)]) == 0
     result = json.loads(path.read_text())
     assert set(result) == {
         "date", "commit", "dirty", "machine", "versions", "settings", "trace", "batches", "contexts", "missed",
@@ -294,7 +301,7 @@ def test_the_command_writes_its_result_whole(tmp_path: Path, capsys: pytest.Capt
 )
 def test_bad_requests_end_in_one_sentence(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
-        code = bench.main(options)
+        code = batching.main(options)
     except SystemExit as exit:  # argparse leaves that way
         code = exit.code  # type: ignore[assignment]
     message = capsys.readouterr().err.strip()

@@ -32,8 +32,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))  
 import bench as benchmark
 import decode
 import engines
-import peers
+import precisions
 import speculation
+import turns
 
 CONFIG = known_model("tiny")  # 4 query heads on 2 KV heads, and widths that groups of 32 divide
 CEILINGS = Ceilings("abacus", "bf16", bandwidth=1e9, peak=1e10, overhead=1e-6)
@@ -57,7 +58,7 @@ class FixedMeter:
 @pytest.fixture
 def meter(monkeypatch: pytest.MonkeyPatch) -> type[FixedMeter]:
     monkeypatch.setattr(FixedMeter, "samples", 0)
-    monkeypatch.setattr(decode, "make_meter", lambda model: FixedMeter())
+    monkeypatch.setattr(precisions, "make_meter", lambda model: FixedMeter())
     return FixedMeter
 
 
@@ -70,7 +71,7 @@ def invented(monkeypatch: pytest.MonkeyPatch) -> None:
         per_token = drafted[0] if drafted else SECONDS[engine.precision]
         return len(prompts) * (n - 1) * per_token + 1e-3 * sum(map(len, prompts))
 
-    monkeypatch.setattr(peers, "seconds", seconds)
+    monkeypatch.setattr(turns, "seconds", seconds)
 
 
 def quiet(rounds: int = 1) -> benchmark.Bench:
@@ -108,7 +109,7 @@ def test_speculation_answers_prompt_by_prompt_and_adds_up_what_came_of_it() -> N
 def test_precisions_are_what_they_are_called_and_what_cannot_be_made_is_left_out(
     bf16: Transformer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = decode.make_quantized(Console(), bf16, decode.QUANTIZED)
+    made = precisions.make_quantized(Console(), bf16, precisions.QUANTIZED)
     assert list(made) == ["int8", "int4 g32", "int4 g32, head int8", "w8a8"]  # 64 does not divide a width of 32
     assert "int4 g64, head int8 is left out. Groups of 64 do not divide" in " ".join(capsys.readouterr().out.split())
     kinds = {name: (type(m.blocks[0].attention.qkv).__name__, type(m.head).__name__) for name, m in made.items()}
@@ -119,12 +120,12 @@ def test_precisions_are_what_they_are_called_and_what_cannot_be_made_is_left_out
         "w8a8": ("FastW8A8Linear", "FastW8A8Linear"),
     }
     broad = lively_model(wide(CONFIG, d_model=64, n_heads=8), dtype=torch.bfloat16)
-    large = decode.make_quantized(Console(quiet=True), broad, decode.TWINS)
+    large = precisions.make_quantized(Console(quiet=True), broad, precisions.TWINS)
     assert large["int4 g64, head int8"].blocks[0].attention.qkv.group_size == 64
     for name, model in made.items():  # what is counted has the bytes of what is run
-        assert weight_bytes(decode.shape_of(name, model)) == weight_bytes(model)
-        assert decode.shape_of(name, model).device.type == "meta"
-    assert weight_bytes(decode.shape_of("bf16", bf16)) == weight_bytes(bf16)
+        assert weight_bytes(precisions.shape_of(name, model)) == weight_bytes(model)
+        assert precisions.shape_of(name, model).device.type == "meta"
+    assert weight_bytes(precisions.shape_of("bf16", bf16)) == weight_bytes(bf16)
 
 
 # --- precisions ------------------------------------------------------------------------------------------------------
@@ -134,7 +135,7 @@ def test_each_precision_is_set_beside_fp32_bf16_and_its_prediction(
     bf16: Transformer, meter: type[FixedMeter], invented: None
 ) -> None:
     bench, models = quiet(3), {"fp32": lively_model(CONFIG), "bf16": bf16, "int4 g32": quantize(bf16, "int4")}
-    rows = decode.measure_precisions(bench, models, peers.Request([[1] * 20], [[2] * 30], new_tokens=9))
+    rows = precisions.measure_precisions(bench, models, turns.Request([[1] * 20], [[2] * 30], new_tokens=9))
     found = {(r["phase"], r["what"], r["beside"]): (r["times_as_fast"]["median"], r["target"]) for r in bench.ratios}
     assert found == {
         ("decode", "bf16", "fp32"): (pytest.approx(8 / 6), None),
@@ -213,7 +214,7 @@ def test_the_target_of_twins_is_that_of_the_fastest(bf16: Transformer, monkeypat
     def seconds(engine: Any, prompts: list[list[int]], n: int) -> float:
         return 1e-3 + (n - 1) * {"minillm": 0.06}.get(engine.name, 0.03 if "3 guesses" in engine.name else 0.04)
 
-    monkeypatch.setattr(peers, "seconds", seconds)
+    monkeypatch.setattr(turns, "seconds", seconds)
     costs = speculation.PassCosts([1.0] * 9, {"int8": 0.5})
     monkeypatch.setattr(speculation, "measure_passes", lambda model, twins, context: costs)
     bench, tokenizer = quiet(), minillm.load("tiny", "cpu")[1]
@@ -275,19 +276,19 @@ def test_steps_of_batches_are_counted_and_set_beside_the_first_precision(
     bf16: Transformer, meter: type[FixedMeter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times = iter([0.4, 0.4, 0.2, 0.2, 0.6, 0.6, 0.9, 0.9, 0.1, 0.1, 0.05, 0.05, 0.1, 0.1, 0.2, 0.2])
-    monkeypatch.setattr(decode, "seconds", lambda run, device: next(times))
+    monkeypatch.setattr(precisions, "seconds", lambda run, device: next(times))
     models = {"bf16": bf16, "int8": quantize(bf16, "int8")}
-    rows = decode.measure_batches(quiet(2), models, [1, 4], steps=2)
+    rows = precisions.measure_batches(quiet(2), models, [1, 4], steps=2)
     assert [(row["batch"], row["precision"]) for row in rows] == [(1, "bf16"), (1, "int8"), (4, "bf16"), (4, "int8")]
     assert [row["measured_s"]["rounds"] for row in rows] == [[0.4, 0.1], [0.2, 0.05], [0.6, 0.1], [0.9, 0.2]]
     assert rows[1]["times_as_fast"]["rounds"] == pytest.approx([2, 2])
     assert rows[3]["times_as_fast"]["rounds"] == pytest.approx([6 / 9, 0.5])
     assert rows[3]["predicted_times_as_fast"] == pytest.approx(rows[2]["predicted_s"] / rows[3]["predicted_s"])
     for row in rows:
-        attention = 4 * CONFIG.n_layers * CONFIG.n_heads * CONFIG.head_dim * (decode.CONTEXT + 1)
+        attention = 4 * CONFIG.n_layers * CONFIG.n_heads * CONFIG.head_dim * (precisions.CONTEXT + 1)
         assert row["flops"] == row["batch"] * (linear_flops(bf16) + attention)
     assert meter.samples == 2 * 2
-    assert decode.crossings(rows) == [{"precision": "int8", "measured": 4, "predicted": None}]
+    assert precisions.crossings(rows) == [{"precision": "int8", "measured": 4, "predicted": None}]
 
 
 # --- what is shown ---------------------------------------------------------------------------------------------------

@@ -403,12 +403,12 @@ TRAPS = {
          "jundot/omlx#3370"),
         (
             Fault(EXACT_LAW, STAGES + "speculative.py",
-                  "accept_sampled(answer.law(logits),", "accept_sampled(logits.float().softmax(-1),"),
+                  "accept_sampled(answer.sampler.probabilities(logits),", "accept_sampled(logits.float().softmax(-1),"),
             Fault(EXACT_LAW, STAGES + "drafters.py",
                   "chosen[b] = draw(laws[b][-1], answer.generator)",
                   "chosen[b] = draw(logits[b : b + 1].float().softmax(-1), answer.generator)"),
             Fault("test_speculative.py::test_a_draft_model_tells_the_chances_that_it_drew_by", STAGES + "drafters.py",
-                  "laws[b].append(answer.law(logits[b : b + 1]))",
+                  "laws[b].append(answer.sampler.probabilities(logits[b : b + 1]))",
                   "laws[b].append(logits[b : b + 1].float().softmax(-1))"),
             Fault("test_speculative.py::test_the_rule_gives_the_target_s_law_by_exact_enumeration",
                   STAGES + "speculative.py",
@@ -797,7 +797,7 @@ TRAPS = {
         "reset.",
         ("vllm-project/vllm docs/benchmarking/cli.md",),
         (
-            Fault("test_benchmarks.py::test_llama_cpp_forgets_before_every_answer", "benchmarks/engines.py",
+            Fault("test_engines.py::test_llama_cpp_forgets_before_every_answer", "benchmarks/engines.py",
                   "self.model.reset()  #", "pass  #"),
             Fault("test_stages.py::test_a_second_request_does_not_see_the_first", STAGES + "kv_cache.py",
                   "cache = KVCache(model, capacity=T + max_new_tokens - 1, batch=B)",
