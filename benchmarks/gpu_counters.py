@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from common import exit_status
-from gpu_decode import INT4, INT8, PLAIN, Filled, Weights, count_step, fill, least_bytes
 from gpu_part import Part, config_of, make_model, make_parser, need
 from gpu_plot import draw
+from gpu_steps import INT4, INT8, PLAIN, Filled, Weights, count_step, fill_cache, least_bytes
 
 from minillm.config import ModelConfig
 from minillm.device import wait_for
@@ -63,7 +63,7 @@ def watched_step(args: argparse.Namespace) -> None:
     weights, kind = STAGES[args.stage]
     model, context = weights.of(make_model(part, config_here(args))), max(args.contexts)
     cache = kind(model, context)
-    fill(cache)
+    fill_cache(cache)
     tokens = torch.zeros(1, 1, dtype=torch.int64, device=part.device)
     for marked in (False, True):
         cache.length = context - 1

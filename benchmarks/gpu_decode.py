@@ -10,18 +10,17 @@ The most important figures come first, since time may run out.
 """
 
 import argparse
-import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import torch
 from common import exit_status
 from gpu_part import MeasuredCeilings, Part, config_of, make_model, make_parser, need
 from gpu_plot import draw
+from gpu_steps import INT4, INT8, PLAIN, Weights, count_step, fill_cache, least_bytes, step_seconds
 
 from minillm.config import ModelConfig
 from minillm.device import DTYPE_NAMES
@@ -29,40 +28,21 @@ from minillm.generation import Recorder
 from minillm.model import Transformer
 from minillm.report import duration, make_table
 from minillm.roofline.ceilings import Ceilings
-from minillm.roofline.counting import Cost, count
+from minillm.roofline.counting import Cost
 from minillm.roofline.position import Position, ceilings_of, meta_twin, phase_costs, phase_seconds
 from minillm.sampling import greedy
 from minillm.stages import STAGES, Stage
 from minillm.stages.gqa import GroupedKVCache
 from minillm.stages.kernels import Launched
-from minillm.stages.kv_cache import KVCache, prefill_and_decode
-from minillm.stages.quantization import quantize, streamed_bytes
+from minillm.stages.kv_cache import KVCache
+from minillm.stages.quantization import streamed_bytes
 from minillm.stages.static_cache import StaticKVCache
-from minillm.stages.triton_kernels import with_triton_kernels
 
 # Fractions of the measured read bandwidth at batch 1: what is to be reached, and what gpt-fast reached of an A100's
 # (github.com/pytorch-labs/gpt-fast, README at 6ecad9b: 1397, 1069 and 863 GB/s).
 TARGETS = {"bf16": 0.85, "int8": 0.70, "int4": 0.60}
 PUBLISHED = {"bf16": 0.82, "int8": 0.63, "int4": 0.51}
-ANSWER = 16  # tokens, of which the last attends over the context that is asked for
-
-
-# --- steps on a cache that no prompt has filled -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Weights:
-    """How a model's layers are stored, and whose kernel multiplies them."""
-
-    scheme: str | None = None  # int8, int4; None as the model has them
-    kernel: str = "pytorch"  # or triton
-
-    def of(self, model: Transformer) -> Transformer:
-        if self.scheme is None:
-            return model
-        if self.kernel == "pytorch":
-            return quantize(model, self.scheme)
-        return with_triton_kernels(quantize(model, self.scheme, readable=True))
+ANSWER = 16  # tokens of a stage, of which the last attends over the context that is asked for
 
 
 @dataclass(frozen=True)
@@ -74,44 +54,6 @@ class How:
 
     def __str__(self) -> str:
         return " and ".join(word for word in ("captured", "compiled") if getattr(self, word)) or "eager"
-
-
-Filled = KVCache | GroupedKVCache | StaticKVCache
-
-
-def fill(cache: Filled) -> None:
-    """Random numbers, so small that all tokens have a share of attention."""
-    layers: Sequence[Any] = cache.layers if isinstance(cache, StaticKVCache) else [cache]
-    for layer in layers:
-        for memory in (layer.keys, layer.values):
-            memory.normal_(std=0.02)
-
-
-@torch.inference_mode()
-def step_seconds(model: Transformer | Launched, cache: Filled, device: torch.device, context: int, batch: int) -> float:
-    """Seconds of a decode step that attends over `context` tokens: a median over those that lead there."""
-    steps = min(ANSWER, context - 1)
-    tokens = torch.zeros(batch, 1, dtype=torch.int64, device=device)
-    times: list[float] = []
-    for n in (min(3, steps), steps):  # first a warm-up, which compiles and captures
-        cache.length = context - n
-        recorder = Recorder(device)
-        prefill_and_decode(cast(Transformer, model), cache, tokens, n, greedy, recorder)
-        times = recorder.finish().times
-    return statistics.median(b - a for a, b in pairwise(times))
-
-
-def count_step(model: Transformer, cache: Filled, context: int, batch: int) -> Cost:
-    """What such a step costs; of a model and a cache on `meta`."""
-    tokens = torch.zeros(batch, 1, dtype=torch.int64, device="meta")
-    cache.length = context - 1
-    return count(lambda: prefill_and_decode(model, cache, tokens, 1, greedy, Recorder(torch.device("meta"))))
-
-
-def least_bytes(model: Transformer, batch: int, context: int) -> int:
-    """What any step reads: the weights as they are stored, once, and each key and value of each KV head, once."""
-    c = model.config
-    return streamed_bytes(model) + 2 * batch * c.n_layers * c.n_kv_heads * context * c.head_dim * model.dtype.itemsize
 
 
 # --- the bench --------------------------------------------------------------------------------------------------------
@@ -154,7 +96,7 @@ class Bench:
             launched = Launched(model, captured=how.captured, compiled=how.compiled)
             need(launched.compiled == how.compiled, "nothing can be compiled here")
             cache = launched.cache(context, batch)
-            fill(cache)
+            fill_cache(cache)
             measured = step_seconds(launched, cache, self.part.device, context, batch)
             cost = count_step(self.shape(weights), StaticKVCache(self.twin, context, batch), context, batch)
             row = self.row(
@@ -174,7 +116,7 @@ class Bench:
         def work() -> dict[str, Any]:
             ceilings = self.ceilings()
             memory = cache(self.model, context, batch)
-            fill(memory)
+            fill_cache(memory)
             measured = step_seconds(self.model, memory, self.part.device, context, batch)
             cost = count_step(self.twin, cache(self.twin, context, batch), context, batch)
             row = self.row(cost, ceilings, measured, least_bytes(self.model, batch, context), batch)
@@ -240,7 +182,6 @@ def run_stage(stage: Stage, model: Transformer, prompt: int, new: int, batch: in
 
 # --- the order of the measurements --------------------------------------------------------------------------------------
 
-PLAIN, INT8, INT4 = Weights(), Weights("int8", "triton"), Weights("int4", "triton")
 ALL_WEIGHTS = (PLAIN, INT8, INT4, Weights("int8"), Weights("int4"))
 CAPTURED, COMPILED, BOTH = How(captured=True), How(compiled=True), How(captured=True, compiled=True)
 

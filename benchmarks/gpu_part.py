@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Parser, positives
+from common import Parser, exact_device, positives
 from machine import describe
 
 from minillm.config import ModelConfig, known_model
-from minillm.device import DTYPES, pick_device, pick_dtype, wait_for
+from minillm.device import DTYPES, pick_dtype, wait_for
 from minillm.errors import MinillmError
 from minillm.files import check_writable, write_json
 from minillm.model import Transformer
@@ -36,9 +36,8 @@ class Part:
     def __init__(self, name: str, args: argparse.Namespace) -> None:
         self.path = Path(args.out) / f"{name}.json"
         check_writable(str(self.path))
-        self.device = pick_device(args.device)
+        self.device = exact_device(args.device)
         self.dtype = pick_dtype(args.dtype, self.device)
-        torch.set_float32_matmul_precision("highest")  # no TF32: fp32 means fp32
         self.console = make_console()
         self.rows: list[dict[str, Any]] = []
         self.failed: list[dict[str, str]] = []

@@ -1,4 +1,4 @@
-"""The measured parts of gpu.sh on the CPU, with a tiny model and Triton's interpreter: all that a GPU runs but its times."""
+"""gpu.sh, and its measured parts on the CPU with a tiny model and Triton's interpreter: all that a GPU runs but its times."""
 
 import json
 import os
@@ -24,8 +24,10 @@ sys.path.insert(0, str(BENCHMARKS))  # as Python does for a script there
 
 import gpu_counters  # noqa: E402
 import gpu_decode  # noqa: E402
+import gpu_kernels  # noqa: E402
 import gpu_operators  # noqa: E402
 import gpu_part  # noqa: E402
+import gpu_steps  # noqa: E402
 from gpu_part import Part  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -36,6 +38,12 @@ def arguments(folder: Path, **changed: Any) -> Namespace:
     parser = gpu_part.make_parser("gpu_part.py", "")
     args = parser.parse_args(["--model", "random:tiny", "--device", "cpu", "--dtype", "fp32", "--out", str(folder)])
     return Namespace(**vars(args) | changed)
+
+
+def gpu_sh(folder: Path, *parts: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHON": sys.executable, "OUT": str(folder), "OMP_NUM_THREADS": "1"} | environment
+    command = ["bash", str(BENCHMARKS / "gpu.sh"), *parts]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=300)
 
 
 def written(folder: Path, part: str) -> dict[str, Any]:
@@ -97,7 +105,7 @@ def test_the_least_a_step_reads_is_each_weight_and_each_cached_number_once() -> 
     weights = sum(p.numel() for name, p in model.named_parameters() if name != "embed.weight")
     frequencies = model.rope.frequencies.numel()
     cached = 2 * 2 * 3 * 2 * 50 * 8  # keys and values, L, B, Hkv, S, D
-    assert gpu_decode.least_bytes(model, 3, 50) == 4 * (weights + frequencies + cached)
+    assert gpu_steps.least_bytes(model, 3, 50) == 4 * (weights + frequencies + cached)
 
 
 def test_the_best_fraction_of_each_scheme_stands_beside_its_target() -> None:
@@ -113,10 +121,10 @@ def test_the_best_fraction_of_each_scheme_stands_beside_its_target() -> None:
 
 def test_a_kernel_that_is_wrong_is_no_result() -> None:
     x = torch.linspace(-1, 1, 100)
-    assert gpu_operators.checked(x * 1.001, x) == pytest.approx(0.001, rel=1e-3)
+    assert gpu_kernels.checked(x * 1.001, x) == pytest.approx(0.001, rel=1e-3)
     for wrong in (x * 1.05, x.roll(1), torch.full_like(x, torch.nan)):
         with pytest.raises(MinillmError, match="the kernel is wrong"):
-            gpu_operators.checked(wrong, x)
+            gpu_kernels.checked(wrong, x)
 
 
 CSV = """==PROF== Connected to process 17
@@ -165,13 +173,10 @@ def test_each_measured_part_runs_on_the_cpu(tmp_path: Path) -> None:
     (tools / "ncu").write_text(NCU)
     (tools / "ncu").chmod(0o755)
     environment = {
-        "PATH": f"{tools}:{os.environ['PATH']}", "PYTHON": sys.executable, "OUT": str(out), "DEVICE": "cpu", "ONLY": ONLY,
-        "BIG": "random:tiny", "BATCHES": "1", "CONTEXTS": "32,64", "OMP_NUM_THREADS": "1",
+        "PATH": f"{tools}:{os.environ['PATH']}", "DEVICE": "cpu", "ONLY": ONLY, "BIG": "random:tiny", "BATCHES": "1",
+        "CONTEXTS": "32,64",
     }  # fmt: skip
-    command = ["bash", str(BENCHMARKS / "gpu.sh"), "decode", "operators", "counters"]
-    done = subprocess.run(
-        command, env=os.environ | environment, capture_output=True, text=True, check=False, timeout=300
-    )
+    done = gpu_sh(out, "decode", "operators", "counters", **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     parts = ("decode", "operators", "counters")
     files = {f"{part}.{kind}" for part in parts for kind in ("json", "png")} | {"machine.json", "gpu.log"}
@@ -191,7 +196,7 @@ def test_each_measured_part_runs_on_the_cpu(tmp_path: Path) -> None:
     kernels = {row["kernel"] for row in rows if row["kind"] == "product"}
     assert kernels == {"plain", "int8 pytorch", "int8 triton", "int4 pytorch", "int4 triton"}
     assert {(row["kernel"], row["M"]) for row in rows if row["kind"] == "tile"} == set(gpu_operators.TILES)
-    assert {row["kernel"] for row in rows if row["kind"] == "attention"} == {"split_attention", *gpu_operators.SDPA}
+    assert {row["kernel"] for row in rows if row["kind"] == "attention"} == {"split_attention", *gpu_kernels.SDPA}
     assert all(row["error"] < 0.01 for row in rows)
 
     (row,) = results["counters"]["rows"]
@@ -207,3 +212,60 @@ def test_where_the_counters_cannot_be_read_the_result_says_why(tmp_path: Path, m
     assert [failure["what"] for failure in result["failed"]] == ["counters of gqa"]
     assert "ncu is not on this machine" in result["failed"][0]["why"]
     assert result["left_out"] == list(gpu_counters.STAGES)[1:]
+
+
+# --- what it does with a part that fails, and with what it cannot do --------------------------------------------------
+
+
+@needs_bash
+def test_gpu_sh_tours_a_tiny_model_on_the_cpu(tmp_path: Path) -> None:
+    done = gpu_sh(tmp_path, "tiny", DEVICE="cpu")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"machine.json", "gpu.log", "tiny.json", "tiny.png"}
+    machine = json.loads((tmp_path / "machine.json").read_text())
+    assert [(part["part"], part["outcome"]) for part in machine["parts"]] == [("tiny", "passed")]
+    tour = json.loads((tmp_path / "tiny.json").read_text())
+    assert [stage["stage"] for stage in tour["stages"]][:2] == ["naive", "kv_cache"]
+    assert "tiny: passed in" in done.stdout.splitlines()[-1]
+
+
+@needs_bash
+def test_gpu_sh_goes_on_after_a_part_that_failed_and_exits_nonzero(tmp_path: Path) -> None:
+    (tmp_path / "smollm.json").mkdir()  # where the first part wants to write a file
+    done = gpu_sh(tmp_path, "smollm", "tiny", DEVICE="cpu")
+    assert done.returncode == 1
+    assert "Failed: smollm" in done.stderr and "cannot be written" in done.stdout
+    machine = json.loads((tmp_path / "machine.json").read_text())
+    assert [(part["part"], part["outcome"]) for part in machine["parts"]] == [("smollm", "failed"), ("tiny", "passed")]
+    assert (tmp_path / "tiny.json").exists()
+
+
+@needs_bash
+@pytest.mark.parametrize(
+    "part, environment, status, words",
+    [
+        ("everything", {}, 2, "Unknown part 'everything'"),
+        ("tiny", {"PYTHON": "/no/such/python"}, 1, "/no/such/python does not run"),
+        ("tiny", {"DEVICE": "abacus"}, 1, "Unknown device 'abacus'"),
+        pytest.param(
+            "tiny", {"DEVICE": "cuda"}, 1, "No CUDA device can be used here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
+        ),
+    ],
+)  # fmt: skip
+def test_gpu_sh_refuses_what_it_cannot_do(
+    part: str, environment: dict[str, str], status: int, words: str, tmp_path: Path
+) -> None:
+    done = gpu_sh(tmp_path / "out", part, **{"DEVICE": "cpu"} | environment)
+    assert done.returncode == status and words in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@needs_bash
+def test_gpu_sh_names_the_packages_that_are_missing(tmp_path: Path) -> None:
+    # A Python that has none of them: the same one, without its site-packages.
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+    bare.chmod(0o755)
+    done = gpu_sh(tmp_path / "out", "tiny", DEVICE="cpu", PYTHON=str(bare))
+    assert done.returncode == 1 and "Missing Python packages: gguf" in done.stderr and ".whl/" in done.stderr
