@@ -1,6 +1,6 @@
 """The tour: every stage on one prompt. Prediction first, then the text, the five numbers, and the place on the roofline."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rich.console import Console
@@ -17,6 +17,7 @@ from minillm.roofline.hardware import datasheet_ceilings
 from minillm.roofline.position import Position, ceilings_of, meta_twin, phase_costs, phase_costs_of_run, phase_seconds
 from minillm.roofline.profile import explain, profile_phases
 from minillm.stages import STAGES, Stage, known_stage
+from minillm.stages.quantization import streamed_bytes
 from minillm.tokenizer import Tokenizer
 
 PROMPT = "Why is the sky blue? Answer in three sentences."
@@ -38,6 +39,10 @@ class StageResult:
     runs: list[list[Generation]] = field(default_factory=list)  # of each run, one generation a user
 
     @property
+    def entry(self) -> Stage:
+        return known_stage(self.stage)
+
+    @property
     def label(self) -> str:
         return self.stage if self.users == 1 else f"{self.stage} ({self.users} users)"
 
@@ -55,7 +60,7 @@ class StageResult:
         ]
 
     def _binds(self, phase: str, ceilings: Ceilings) -> Ceilings:
-        return ceilings_of(known_stage(self.stage), phase, ceilings)
+        return ceilings_of(self.entry, phase, ceilings)
 
 
 @dataclass
@@ -108,7 +113,7 @@ def run_tour(
     """Predict, run and place every stage on one prompt, telling `console` about it on the way.
 
     The prompt becomes a chat message where the checkpoint has a template; a base model goes on from it as it is.
-    Raises `UsageError` for an unknown stage or a request that the model cannot run.
+    Raises `UsageError` for an unknown stage or a request that the model cannot run, `MinillmError` where no stage can run it.
     """
     if not stages:
         raise UsageError(f"No stage was named: choose from {', '.join(STAGES)}.")
@@ -117,7 +122,7 @@ def run_tour(
     check_prompt(model.config, tokens, max_new_tokens)
 
     console.rule(f"{escape(model.config.name)}, {len(tokens)} prompt tokens, {max_new_tokens} new ones")
-    meter = CeilingMeter(model.device, model.dtype, _weight_bytes(model))
+    meter = CeilingMeter(model.device, model.dtype, streamed_bytes(model))
     for _ in range(ROUNDS):
         meter.sample()
     console.print(ceilings_table(meter.ceilings(), datasheet_ceilings(meter.ceilings())))
@@ -132,60 +137,54 @@ def run_tour(
     for result in results:
         result.text = _stream(console, result, tokenizer, tokens, max_new_tokens)
         if not result.costs:
-            result.costs = phase_costs_of_run(
-                CountingMode(), entries[result.stage], result.model, tokens, max_new_tokens
-            )
+            result.costs = phase_costs_of_run(CountingMode(), result.entry, result.model, tokens, max_new_tokens)
     for _ in range(ROUNDS):
         for result in results:
             meter.sample()
-            result.runs.append(_run(entries[result.stage], result, tokens, max_new_tokens))
+            result.runs.append(_run(result, tokens, max_new_tokens))
 
     tour = Tour(model.config.name, str(model.device), len(tokens), price_per_hour, meter.ceilings(), results)
-    console.print(metrics_table({result.label: tour.metrics(result) for result in results}))
-    console.print(
-        f"[dim]Tokens/s of the whole system, all its users together; dollars at ${price_per_hour:g} an hour for a machine that "
-        "is never idle.[/dim]"
-    )
-    console.print(positions_table(tour.positions()))
-    console.print("[dim]Predicted with the ceilings sampled between the runs; ratio = measured / predicted.[/dim]")
+    _show_results(console, tour)
     _explain_misses(console, tour, tokens)
     return tour
 
 
 def _predict_stages(
-    console: Console, model: Transformer, entries: dict[str, Stage], prompt_tokens: int, new_tokens: int
+    console: Console, model: Transformer, entries: Mapping[str, Stage], prompt_tokens: int, new_tokens: int
 ) -> list[StageResult]:
-    """Every stage that this device and dtype can run, with what it costs; a sentence for each that they cannot."""
-    twin, results = meta_twin(model.config, model.dtype), []
+    """Every stage that this device and dtype can run, with what it costs; a sentence for each that they cannot.
+
+    Raises the first of these sentences where no stage is left.
+    """
+    twin = meta_twin(model.config, model.dtype)
+    results, left_out = [], {}
     for name, stage in entries.items():
         users = USERS if stage.generate_batch else 1
         try:
-            prepared = stage.prepared(model)
-            costs = {}
+            prepared, costs = stage.prepared(model), {}
             if stage.run is not None:
                 costs = phase_costs(stage, stage.prepared(twin), prompt_tokens, new_tokens, users)
         except MinillmError as error:
-            if len(entries) == 1:
-                raise
-            console.print(f"[bold]{name}[/bold] is left out: {escape(str(error))}")
-            continue
-        if not costs:
+            left_out[name] = error
+        else:
+            results.append(StageResult(name, users, costs, prepared))
+    if not results:
+        raise next(iter(left_out.values()))
+    for name, reason in left_out.items():
+        console.print(f"[bold]{name}[/bold] is left out: {escape(str(reason))}")
+    for result in results:
+        if not result.costs:
             console.print(
-                f"[dim]What {name} does depends on the tokens it finds: its costs are counted in its run.[/dim]"
+                f"[dim]What {result.stage} does depends on the tokens it finds: its costs are counted in its run.[/dim]"
             )
-        results.append(StageResult(name, users, costs, prepared))
     return results
 
 
-def _run(stage: Stage, result: StageResult, tokens: list[int], n: int) -> list[Generation]:
+def _run(result: StageResult, tokens: list[int], n: int) -> list[Generation]:
     """One timed run: the prompt once, or from several users at once where the stage serves them together."""
-    if stage.generate_batch is None:
-        return [stage.generate(result.model, tokens, n)]
-    return stage.generate_batch(result.model, [tokens] * result.users, n, max_batch=result.users)
-
-
-def _weight_bytes(model: Transformer) -> int:
-    return sum(p.nbytes for p in model.parameters())
+    if result.entry.generate_batch is None:
+        return [result.entry.generate(result.model, tokens, n)]
+    return result.entry.generate_batch(result.model, [tokens] * result.users, n, max_batch=result.users)
 
 
 def _stream(console: Console, result: StageResult, tokenizer: Tokenizer, tokens: list[int], n: int) -> str:
@@ -197,10 +196,20 @@ def _stream(console: Console, result: StageResult, tokenizer: Tokenizer, tokens:
         pieces.append(piece)
         console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
 
-    known_stage(result.stage).generate(result.model, tokens, n, on_token=lambda token: show(stream.push(token)))
+    result.entry.generate(result.model, tokens, n, on_token=lambda token: show(stream.push(token)))
     show(stream.flush())
     console.print()
     return "".join(pieces)
+
+
+def _show_results(console: Console, tour: Tour) -> None:
+    console.print(metrics_table({result.label: tour.metrics(result) for result in tour.stages}))
+    console.print(
+        f"[dim]Tokens/s of the whole system, all its users together; dollars at ${tour.price_per_hour:g} an hour for a machine "
+        "that is never idle.[/dim]"
+    )
+    console.print(positions_table(tour.positions()))
+    console.print("[dim]Predicted with the ceilings sampled between the runs; ratio = measured / predicted.[/dim]")
 
 
 def _explain_misses(console: Console, tour: Tour, tokens: list[int]) -> None:
@@ -209,8 +218,6 @@ def _explain_misses(console: Console, tour: Tour, tokens: list[int]) -> None:
         far = [p for p in result.positions(tour.ceilings) if p.ratio and not 1 / CLOSE < p.ratio < CLOSE]
         if not far:
             continue
-        kinds = profile_phases(
-            known_stage(result.stage), result.model, tokens, PROFILED_TOKENS, tour.ceilings, batch=result.users
-        )
+        kinds = profile_phases(result.entry, result.model, tokens, PROFILED_TOKENS, tour.ceilings, batch=result.users)
         for p in far:
             console.print(f"[bold]{result.label} {p.phase}[/bold]: {explain(kinds[p.phase], tour.ceilings)}")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from command_helpers import Run, assert_one_sentence
 from helpers import one_thread  # noqa: F401
 from PIL import Image
 from rich.console import Console
@@ -293,13 +294,17 @@ def test_a_stage_that_this_model_cannot_run_is_left_out_with_the_reason(
     tour, output = show(tiny, monkeypatch, stages=["gqa", "quantization"], max_new_tokens=2)
     assert [result.stage for result in tour.stages] == ["gqa"]
     assert "quantization is left out: int8 has no kernel here: use another device." in output
-    with pytest.raises(MinillmError, match="no kernel here"):
-        show(tiny, monkeypatch, stages=["quantization"], max_new_tokens=2)
+    monkeypatch.setitem(STAGES, "quantization_int4", replace(STAGES["quantization_int4"], prepare=refuse))
+    for stages in (["quantization"], ["quantization", "quantization_int4"]):
+        with pytest.raises(MinillmError, match="no kernel here"):
+            show(tiny, monkeypatch, stages=stages, max_new_tokens=2)
 
 
-def test_a_prompt_may_hold_what_looks_like_an_emoji_code(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tour", "--model", "tiny", "--device", "cpu", "--max-new-tokens", "1", "--prompt", "a[:heart:]"]) == 0
-    assert "a[:heart:]" in capsys.readouterr().out
+def test_a_prompt_may_hold_what_looks_like_an_emoji_code(run: Run) -> None:
+    status, output, _ = run(
+        "tour", "--model", "tiny", "--device", "cpu", "--max-new-tokens", "1", "--prompt", "a[:heart:]"
+    )
+    assert (status, "a[:heart:]" in output) == (0, True)
 
 
 def test_a_run_far_from_its_prediction_is_explained_in_a_sentence(
@@ -339,9 +344,10 @@ def test_a_stage_is_judged_by_its_median_run() -> None:
     assert result.median_run[0].times == [0.2, 2.0]
 
 
-def test_a_tour_that_cannot_store_its_results_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tour_that_cannot_store_its_results_says_so(tmp_path: Path, run: Run) -> None:
     (tmp_path / "file").touch()
-    assert main(["tour", "--model", "tiny", "--json", str(tmp_path / "file" / "tour.json")]) == 1
-    output, error = capsys.readouterr()
-    assert output == ""
-    assert error.count("\n") == 1
+    path = tmp_path / "file" / "tour.json"
+    status, output, error = run("tour", "--model", "tiny", "--json", str(path))
+    assert (status, output) == (1, "")
+    assert_one_sentence(error)
+    assert f"{path} cannot be written" in error
