@@ -9,10 +9,10 @@ class MinillmError(ValueError):
         return [f"{type(self).__name__}: {self}"]
 
 
+class UsageError(MinillmError):
+    """The request itself is wrong: an unknown name, an empty prompt, a count below one. Commands exit with 2."""
+
+
 def printable(text: str) -> str:
     """On one line, and without what a terminal obeys instead of showing: text from a file can carry its control characters."""
     return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
-
-
-class UsageError(MinillmError):
-    """The request itself is wrong: an unknown name, an empty prompt, a count below one. Commands exit with 2."""

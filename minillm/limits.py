@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 
 def allotted_cores() -> int:
@@ -25,7 +26,7 @@ def free_memory() -> int | None:
     return min([*sizes, *memory_limits()], default=None)
 
 
-Roots = tuple[Path, Path]  # where control groups are mounted, and the file that names those of this process
+Roots: TypeAlias = tuple[Path, Path]  # where control groups are mounted, and the file that names those of this process
 ROOTS = (Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
 
 

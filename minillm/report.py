@@ -20,6 +20,7 @@ def make_console() -> Console:
 
 
 def make_table(title: str, *columns: str) -> Table:
+    """A table without rows: what is text stands left, figures right."""
     table = Table(title=title, title_justify="left", title_style="bold")
     for column in columns:
         table.add_column(column, justify="left" if column in TEXT_COLUMNS else "right")
@@ -30,8 +31,8 @@ def ceilings_table(measured: Ceilings, datasheet: Ceilings | None) -> Table:
     """The measured ceilings, with the datasheet's beside them where it is known."""
     table = make_table(f"{measured.device}, {measured.dtype}", "ceiling", "measured", "datasheet")
     sheet = _ceiling_figures(datasheet) if datasheet else {}
-    for name, figure in _ceiling_figures(measured).items():
-        table.add_row(name, figure, sheet.get(name, "not in the table"))
+    for name, value in _ceiling_figures(measured).items():
+        table.add_row(name, value, sheet.get(name, "not in the table"))
     table.add_row("overhead", f"{duration(measured.overhead)} an operator", "-")
     return table
 
@@ -51,14 +52,8 @@ def predictions_table(title: str, stages: Mapping[str, Sequence[Position]]) -> T
         for p in positions:
             cost = p.cost
             table.add_row(
-                stage,
-                p.phase,
-                si(cost.flops),
-                f"{si(cost.bytes)}B",
-                f"{cost.intensity:.3g}",
-                f"{si(p.predicted_s)}s",
-                p.bound,
-            )
+                stage, p.phase, si(cost.flops), f"{si(cost.bytes)}B", f"{cost.intensity:.3g}", duration(p.predicted_s), p.bound,
+            )  # fmt: skip
     return table
 
 
@@ -88,10 +83,12 @@ def positions_table(stages: Mapping[str, Sequence[Position]]) -> Table:
 
 
 def figure(value: float | None) -> str:
+    """Three digits, or a dash where there is no value."""
     return "-" if value is None else f"{value:.3g}"
 
 
 def duration(value: float | None) -> str:
+    """Seconds with the prefix that fits: 0.0125 -> "12.5 ms". A dash where there is no value."""
     return "-" if value is None else f"{si(value)}s"
 
 

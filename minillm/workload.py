@@ -107,7 +107,7 @@ def step_law(config: ModelConfig, ceilings: Ceilings, operators: int = 0) -> Ste
     flop_seconds = 2 * config.matmul_params / ceilings.peak  # a token
     weight_seconds = config.streamed_params * item / ceilings.bandwidth
     kv_seconds = config.kv_bytes_per_token(item) / ceilings.bandwidth
-    window = config.sliding_window or 2 * MOST_TOKENS
+    window = config.sliding_window or 2 * MOST_TOKENS  # longer than any prompt and its answer
 
     def seconds(n_tokens: int, lengths: Sequence[int]) -> float:
         cached = sum(min(length, window) for length in lengths)

@@ -12,10 +12,15 @@ import torch
 from command_helpers import Run, assert_one_sentence, process
 from helpers import one_thread  # noqa: F401
 
+import minillm
 from minillm import cli, doctor
 from minillm.cli import main
+from minillm.config import known_model
 from minillm.errors import MinillmError
 from minillm.roofline.ceilings import CeilingMeter
+from minillm.roofline.hardware import known_hardware
+from minillm.roofline.position import predict_stage
+from minillm.stages import STAGES, naive
 
 COMMANDS = ["tour", "generate", "batch", "roofline", "predict", "profile", "evaluate", "grade", "doctor"]
 PREDICT = ["predict", "--model", "tiny", "--hardware", "h100-sxm", "--stage", "kv_cache"]
@@ -253,7 +258,11 @@ def test_help_answers_without_loading_pytorch() -> None:
 def test_generate_prints_the_text_and_the_five_numbers(run: Run, stage: str, chat: list[str]) -> None:
     status, output, error = run(*GENERATE, "--stage", stage, *chat)
     assert (status, error) == (0, "")
-    *_text, numbers = output.rstrip("\n").split("\n")
+    *text, numbers = output.rstrip("\n").split("\n")
+    model, tokenizer = minillm.load("tiny", "cpu")
+    prompt = tokenizer.chat("hi") if chat else tokenizer.encode("hi")
+    expected = naive.generate(model, prompt, 3, stop_tokens=tokenizer.stop_tokens).tokens
+    assert "\n".join(text) == tokenizer.decode(expected)
     for part in ("3 tokens, TTFT ", "ITL p50 ", "P99 ", " tokens/s, $", " per million tokens at $1 an hour"):
         assert part in numbers
 
@@ -276,12 +285,11 @@ def test_predict_prints_and_writes_the_same(run: Run, tmp_path: Path) -> None:
     assert list(data) == ["model", "hardware", "stage", "batch", "context", "phases"]
     assert (data["model"], data["hardware"], data["stage"]) == ("tiny", "h100-sxm", "kv_cache")
     assert (data["batch"], data["context"]) == (4, 100)
-    assert [phase["phase"] for phase in data["phases"]] == ["prefill", "decode"]
+    ceilings = known_hardware("h100-sxm").ceilings("fp16", 5 * 1e-6)
+    expected = predict_stage(STAGES["kv_cache"], known_model("tiny"), ceilings, context=100, batch=4)
+    assert data["phases"] == [position.as_json() for position in expected]
     for phase in data["phases"]:
         assert list(phase) == ["phase", "flops", "bytes", "ideal_bytes", "intensity", "predicted_s", "bound"]
-        assert phase["intensity"] == phase["flops"] / phase["bytes"]
-        assert phase["ideal_bytes"] < phase["bytes"]
-        assert phase["bound"] == "overhead"
         assert f"{phase['intensity']:.3g}" in output
     assert "NVIDIA H100 SXM, fp16" in output
     assert "5 us overhead an operator" in output

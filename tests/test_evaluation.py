@@ -50,7 +50,7 @@ def test_scores_are_those_of_the_definition(window: int, n: int, model: Transfor
     assert math.isclose(perplexity(other, tokens, window=window), scores.perplexity, rel_tol=1e-6)
 
 
-def test_a_model_that_knows_nothing_has_the_perplexity_of_its_vocabulary(model: Transformer) -> None:
+def test_a_model_that_knows_nothing_has_the_perplexity_of_its_vocabulary() -> None:
     blank = lively_model(SHAPES["llama3"])
     blank.head.weight.zero_()
     assert math.isclose(perplexity(blank, random_prompt(30, V)), V, rel_tol=1e-5)

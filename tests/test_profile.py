@@ -186,5 +186,5 @@ def test_what_cannot_be_written_is_told_before_anything_is_loaded(
 ) -> None:
     monkeypatch.setattr("minillm.commands.profile.load", None)
     status, _, error = run("profile", "gqa", "--json", str(tmp_path))
-    assert status == 1
+    assert (status, "name a file, not a folder" in error) == (1, True)
     assert_one_sentence(error)

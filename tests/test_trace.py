@@ -129,9 +129,8 @@ GOOD = '{"id": "good", "arrival_s": 1.5, "prompt_tokens": 12, "output_tokens": 4
 def test_a_broken_line_is_named_by_its_number_and_the_rest_is_read(line: bytes, says: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     after = GOOD.replace("good", "after")
-    path.write_bytes(
-        GOOD.encode() + b"\n\n" + line + b"\r\n" + after.encode()
-    )  # a blank line, and no newline at the end
+    # A blank line, and no newline at the end.
+    path.write_bytes(GOOD.encode() + b"\n\n" + line + b"\r\n" + after.encode())
     trace, [problem] = read_trace(path)
     assert trace == [Arrival("good", 1.5, 12, 40), Arrival("after", 1.5, 12, 40)]
     assert problem.startswith("Line 3: ")

@@ -8,9 +8,10 @@ import argparse
 import hashlib
 import json
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -144,10 +145,9 @@ def _serve(
             return problems
         kept = len(answers.done)
         task = bar.add_task("answers", total=kept + len(rows), completed=kept)
-        asked: dict[Hashable, Id] = {question.id: question.id for question in questions}
 
         def finished(row: Row, times: RequestTimes) -> None:
-            answers.append(asked[row.request.id], _answer(tokenizer, row, times))
+            answers.append(cast(Id, row.request.id), _answer(tokenizer, row, times))
             bar.advance(task)
 
         engine = Engine(model, min(args.max_batch, len(rows)), max(row.size for row in rows))
