@@ -4,17 +4,13 @@ import os
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 from helpers import is_one_sentence, one_thread  # noqa: F401
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import minillm
 from minillm.cli import main
-from minillm.errors import UsageError
-from minillm.sampling import Sampler
 
 WORDS = ["", " ", "0", "-1", "1", "3", "1e400", "nan", "inf", "9" * 400, "\udcff", "\x1b[2J", "a\nb", "--", "-", "tiny"]
 WORDS += ["cpu", "cuda:99", "meta", "fp32", "kv_cache", "naive", "h100-sxm", "llama-3-8b", "random:tiny", "/", "../x"]
@@ -91,15 +87,3 @@ def test_any_command_line_ends_in_a_status_and_a_sentence(
         assert any(str(path) == name or name.startswith(f"{path}{os.sep}") for name in named), path
         if path.is_file():
             path.unlink()
-
-
-@pytest.mark.parametrize("number", [3, np.int64(3), np.int32(3), torch.tensor(3)], ids=lambda n: type(n).__name__)
-def test_whole_numbers_of_any_library_are_whole_numbers(number: object) -> None:
-    sampler = Sampler(top_k=number, seed=number)
-    assert (sampler.top_k, sampler.seed) == (3, 3) and type(sampler.top_k) is type(sampler.seed) is int
-    for wrong in (np.int64(0), 1.5, np.float64(2), "3"):
-        with pytest.raises(UsageError):
-            Sampler(top_k=wrong)
-    for wrong in (np.int64(-1), 2**63, 1.5):
-        with pytest.raises(UsageError):
-            Sampler(seed=wrong)

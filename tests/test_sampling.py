@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -324,6 +325,9 @@ BAD_SETTINGS = [
     {"top_k": 0},
     {"top_k": -1},
     {"top_k": 2.5},
+    {"top_k": np.int64(0)},
+    {"top_k": np.float64(2)},
+    {"top_k": "3"},
     {"top_p": -0.1},
     {"top_p": 1.1},
     {"top_p": math.nan},
@@ -332,6 +336,7 @@ BAD_SETTINGS = [
     {"seed": -1},
     {"seed": 2**63},
     {"seed": 1.5},
+    {"seed": np.int64(-1)},
 ]
 
 
@@ -340,3 +345,10 @@ def test_setting_out_of_range_is_refused_in_one_sentence(settings: dict[str, flo
     (name,) = settings
     with pytest.raises(UsageError, match=rf"^{name} is [^\n]*\.$"):
         Sampler(**settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("number", [3, np.int64(3), np.int32(3), torch.tensor(3)], ids=lambda n: type(n).__name__)
+def test_whole_numbers_of_any_library_are_whole_numbers(number: int) -> None:
+    sampler = Sampler(top_k=number, seed=number)
+    assert (sampler.top_k, sampler.seed) == (3, 3)
+    assert type(sampler.top_k) is type(sampler.seed) is int
