@@ -7,7 +7,6 @@ import inspect
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from minillm.errors import UsageError
@@ -39,8 +38,6 @@ def show(thing: Any, *methods: str) -> Source:
         parts = [textwrap.indent(show(inspect.getattr_static(thing, name)).code, "    ") for name in methods]
     except (TypeError, OSError, ValueError, AttributeError):
         raise UsageError(f"{thing!r} has no source in this package: show a module, class or function of it.") from None
-    if isinstance(target, ModuleType):
-        return Source(str(path), code)
     if methods:
         head = code[: code.index("\n", code.index("class "))]  # decorators and the line that names the class
         code = "\n\n".join([f"{head}\n    ...", *parts])

@@ -19,8 +19,8 @@ import pytest
 from nbformat import NotebookNode
 
 import minillm
-from minillm import cli
 from minillm.book import show, table
+from minillm.commands.parser import make_parser
 from minillm.errors import UsageError
 from minillm.roofline.ceilings import Ceilings
 from minillm.stages import kv_cache, naive, static_batching
@@ -230,7 +230,7 @@ def test_names_in_prose_exist(chapter):
 @every_page
 def test_commands_in_prose_are_understood(chapter):
     for command in re.findall(r"(?:^|`)minillm (\w[^`\n]*)", prose(chapter), flags=re.MULTILINE):
-        cli._parser().parse_args(shlex.split(command))
+        make_parser().parse_args(shlex.split(command))
 
 
 @every_chapter
@@ -260,6 +260,7 @@ def test_bold_figures_are_what_a_cell_gives(chapter):
 
 def test_show_gives_source_under_the_name_of_its_file():
     assert repr(show(naive.causal_attention)).startswith("# minillm/stages/naive.py\ndef causal_attention(")
+    assert show(naive).path == "minillm/stages/naive.py"
     assert show(naive).code == (ROOT / "minillm/stages/naive.py").read_text().rstrip()
     assert show(static_batching.generate).code.startswith("@torch.inference_mode()\ndef generate(")
     assert show(minillm.config.ModelConfig.matmul_params).code.startswith("@property\ndef matmul_params(self)")
