@@ -63,7 +63,7 @@ class OneDNNLinear(nn.Linear):
             return super().forward(x)
         weight: Tensor = self.weight
         if self._packed is None:
-            self._packed = _packed(weight)
+            self._packed = _pack(weight)
         packed, source, version = self._packed
         if packed is not None and weight is source and weight._version == version:
             weight = packed
@@ -90,8 +90,11 @@ def _has_onednn(dtype: torch.dtype) -> bool:
     return dtype is torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def _packed(weight: Tensor) -> tuple[Tensor | None, Tensor, int]:
-    """The weight in oneDNN's blocks, or None where that is not known to pay, or would take too much of the free memory."""
+def _pack(weight: Tensor) -> tuple[Tensor | None, Tensor, int]:
+    """The weight in oneDNN's blocks, the weight itself, and at which of its versions it was packed.
+
+    Instead of the blocks None where they are not known to pay, or would take too much of the free memory.
+    """
     if not _can_pack() or weight.is_inference():  # which has no version to tell that it was changed
         return None, weight, 0
     free = free_memory()
