@@ -22,7 +22,8 @@ ROOMY = 2e9  # bytes of disk
 def python(m: Machine) -> Finding:
     found = ".".join(map(str, m.python))
     if m.python < PYTHON_WANTED:
-        return Finding("Python", "missing", f"{found}, where 3.11 or newer is needed: make PYTHON=python3.12 env")
+        words = f"{found}, where {'.'.join(map(str, PYTHON_WANTED))} or newer is needed"
+        return Finding("Python", "missing", f"{words}: make PYTHON=python3.12 env")
     return Finding("Python", "ok", f"{found}, {m.executable}")
 
 
@@ -65,7 +66,7 @@ def bytes_needed(config: ModelConfig, dtype: str) -> float:
 
 def fitting_models(p: Processor, dtypes: tuple[str, ...]) -> Finding:
     """Which known models fit into the free memory, the default dtype first."""
-    part = "memory" if p.device == "cpu" else f"{p.device}"
+    part = "memory" if p.device == "cpu" else p.device
     if p.memory is None:
         return Finding(part, "note", "this system does not say how much memory is free")
     configs = [config for config in KNOWN_MODELS.values() if config.architecture in SUPPORTED and config.name != "tiny"]
@@ -89,7 +90,7 @@ def fitting_models(p: Processor, dtypes: tuple[str, ...]) -> Finding:
 
 def model_file(m: Machine) -> Finding:
     if m.model_intact:
-        return Finding("model", "ok", f"{m.model}")
+        return Finding("model", "ok", str(m.model))
     if m.model_found:
         return Finding("model", "note", f"{m.model} is damaged; it is fetched anew by: minillm generate Hello")
     return Finding(

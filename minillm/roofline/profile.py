@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from minillm.roofline.plot import si
 from minillm.roofline.position import PHASES, bound, phase_costs_of_run, predict
 from minillm.sampling import greedy
 from minillm.stages import Stage
+
+# What was done, and the seconds that all calls of each operator took.
+Timed: TypeAlias = tuple[Cost, dict[Operator, float]]
 
 
 @dataclass
@@ -164,7 +167,7 @@ class _Snapshots(Recorder):
     def __init__(self, mode: _TimingMode, device: torch.device) -> None:
         super().__init__(device)
         self._mode = mode
-        self.taken: list[tuple[Cost, dict[Operator, float]]] = [(Cost(), {})]
+        self.taken: list[Timed] = [(Cost(), {})]
 
     def add(self, token: Tensor, value: int | None = None) -> bool:
         self.taken.append((self._mode.cost.copy(), dict(self._mode.seconds)))
@@ -188,7 +191,7 @@ def profile_step(
     tokens = torch.randint(model.config.vocab_size, (batch, context), generator=generator).to(model.device)
     requests = {"prefill": (tokens, 1), "decode": (tokens[:, 1:], 2)}  # of each, the last token is the phase
     undisturbed: dict[str, list[float]] = {phase: [] for phase in PHASES}
-    timed: dict[str, list[tuple[Cost, dict[Operator, float]]]] = {phase: [] for phase in PHASES}
+    timed: dict[str, list[Timed]] = {phase: [] for phase in PHASES}
     for i in range(rounds + 1):
         meter.sample()
         for phase, request in requests.items():
@@ -212,9 +215,7 @@ def _last_token(run: Run, model: Transformer, tokens: Tensor, new_tokens: int) -
 
 
 @torch.inference_mode()
-def _last_token_timed(
-    run: Run, model: Transformer, tokens: Tensor, new_tokens: int
-) -> tuple[Cost, dict[Operator, float]]:
+def _last_token_timed(run: Run, model: Transformer, tokens: Tensor, new_tokens: int) -> Timed:
     """What the last token costs, and the seconds of all calls of each operator for it."""
     mode = _TimingMode(model.device)
     recorder = _Snapshots(mode, model.device)
@@ -224,7 +225,7 @@ def _last_token_timed(
     return cost - cost_before, {op: seconds - before.get(op, 0.0) for op, seconds in after.items()}
 
 
-def _median_kinds(runs: Sequence[tuple[Cost, dict[Operator, float]]], ceilings: Ceilings) -> list[Kind]:
+def _median_kinds(runs: Sequence[Timed], ceilings: Ceilings) -> list[Kind]:
     def measured(part: Cost) -> float:
         return statistics.median(sum(seconds[op] for op, _ in part) for _, seconds in runs)
 
