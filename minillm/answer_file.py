@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from minillm.errors import MinillmError, UsageError
 from minillm.files import check_writable
-from minillm.json_lines import MAX_LINE_BYTES, Id, check_id, parse_line, shown
+from minillm.json_lines import MAX_LINE_BYTES, parse_line
+from minillm.values import Id, check_id, shown
 
 _BEGINNING = b'{"id": '  # of every line
 _MAX_LINE_BYTES = 8 * MAX_LINE_BYTES  # the prompt, in which a letter of two bytes can take six, and the answer

@@ -6,14 +6,11 @@ MAX_LINE_BYTES, 480 MiB: an empty object has three bytes in the file, and 72 her
 
 import json
 from pathlib import Path
-from typing import TypeAlias
 
 from minillm.errors import MinillmError, UsageError
 
 MAX_FILE_BYTES = 1 << 30
 MAX_LINE_BYTES = 16 << 20
-
-Id: TypeAlias = str | int
 
 
 def numbered_lines(path: str | Path) -> list[tuple[int, bytes]]:
@@ -42,30 +39,3 @@ def parse_line(line: bytes, most: int = MAX_LINE_BYTES) -> object:
         return json.loads(line)
     except (ValueError, RecursionError):  # or no UTF-8, a number of 5,000 digits; brackets in brackets in brackets
         raise UsageError("It is not valid JSON.") from None
-
-
-def check_id(value: object) -> Id:
-    """A name for a request. Raises `UsageError` unless it is text or a whole number."""
-    if isinstance(value, bool) or not isinstance(value, (str, int)):
-        raise UsageError(f"id is {shown(value)}; give text or a whole number.")
-    return value
-
-
-def check_whole(name: str, value: object, least: int, most: int) -> int:
-    """Raises `UsageError` unless `value` is a whole number from `least` to `most`."""
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise UsageError(f"{name} is {shown(value)}; it must be a whole number from {least} to {most:,}.")
-    return value
-
-
-def check_number(name: str, value: object, most: float) -> float:
-    """Raises `UsageError` unless `value` is a number from 0 to `most`, which NaN is not."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
-        raise UsageError(f"{name} is {shown(value)}; it must be a number from 0 to {most:,.0f}.")
-    return value
-
-
-def shown(value: object) -> str:
-    """A value as an error shows it: on one line, and not the whole of a long one."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from minillm.errors import UsageError
 from minillm.files import write_file
-from minillm.json_lines import Id, check_id, check_number, check_whole, numbered_lines, parse_line
+from minillm.json_lines import numbered_lines, parse_line
+from minillm.values import Id, check_id, check_number, check_whole
 
 MOST_TOKENS = 1_000_000  # of a prompt or an answer: more than any model here has positions
 MOST_SECONDS = 1e9  # 30 years

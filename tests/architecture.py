@@ -16,7 +16,7 @@ PAGE = ROOT / "ARCHITECTURE.md"
 LAYERS = {
     "core": [
         "errors", "files", "json_lines", "config", "latent_config", "device", "limits", "download", "model", "weights", "cpu",
-        "sampling", "generation", "batch", "metrics", "roofline.counting", "roofline.formulas",
+        "sampling", "generation", "batch", "metrics", "values", "roofline.counting", "roofline.formulas",
     ],
     "loading": [
         "gguf_file", "checkpoint_config", "tokenizer_check", "template_worker", "chat_template", "text_stream", "tokenizer",

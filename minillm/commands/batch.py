@@ -20,7 +20,7 @@ from minillm.answer_file import AnswerFile, answered
 from minillm.batch import Request, Row, check_max_batch
 from minillm.checkpoint import load
 from minillm.errors import MinillmError, UsageError
-from minillm.json_lines import Id, check_id, check_number, check_whole, numbered_lines, parse_line, shown
+from minillm.json_lines import numbered_lines, parse_line
 from minillm.metrics import RequestTimes, e2e, ttft
 from minillm.model import Transformer
 from minillm.report import duration, figure, make_console, one_line
@@ -28,6 +28,7 @@ from minillm.sampling import Sampler, SamplerLike, greedy
 from minillm.stages.batching import Engine
 from minillm.tokenizer import Tokenizer
 from minillm.trace import MOST_TOKENS
+from minillm.values import Id, check_id, check_number, check_whole, shown
 from minillm.workload import Served, serve_rows
 
 LARGEST_SEED = 2**63 - 1

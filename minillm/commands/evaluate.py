@@ -16,11 +16,11 @@ from minillm.device import DTYPE_NAMES, DTYPES, pick_device, pick_dtype
 from minillm.errors import MinillmError, UsageError
 from minillm.evaluation import check_text, prose
 from minillm.files import check_writable, write_json
-from minillm.json_lines import check_whole
 from minillm.model import Transformer
 from minillm.report import figure, make_console, make_table
 from minillm.schemes import INT8_CACHE, NEW_TOKENS, Result, Setting, in_dtype, is_own_grid, measure
 from minillm.stages.quantization import GROUP_SIZES, SCHEMES
+from minillm.values import check_whole
 
 KNOWN = (*DTYPES, *SCHEMES, INT8_CACHE)
 DEFAULT_SCHEMES = ("bf16", "int8", "int4", "w8a8", INT8_CACHE)

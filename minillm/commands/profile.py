@@ -10,7 +10,6 @@ from rich.table import Table
 from minillm.checkpoint import load
 from minillm.errors import UsageError
 from minillm.files import check_writable, write_json
-from minillm.json_lines import check_whole
 from minillm.model import Transformer
 from minillm.report import duration, make_console, make_table
 from minillm.roofline.ceilings import CeilingMeter, Ceilings
@@ -19,6 +18,7 @@ from minillm.roofline.position import MAX_BATCH, MAX_CONTEXT, bound
 from minillm.roofline.profile import Kind, PhaseProfile, describe, profile_step
 from minillm.stages import known_stage
 from minillm.stages.quantization import streamed_bytes
+from minillm.values import check_whole
 
 ROUNDS = 7
 
