@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -244,7 +245,7 @@ def test_help_of_each_command(run: Run, command: str) -> None:
 
 def test_help_names_every_command(run: Run) -> None:
     status, output, error = run("--help")
-    assert all(f"\n    {command} " in output for command in COMMANDS)
+    assert re.findall(r"^    (\w+) ", output, re.MULTILINE) == COMMANDS
     assert (status, error) == (0, "")
 
 
