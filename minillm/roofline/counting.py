@@ -24,13 +24,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from minillm.roofline.formulas import ALLOCATIONS, FORMULAS, elementwise, storage
+from minillm.roofline.formulas import ALLOCATIONS, FORMULAS, default_formula, storage
 
 aten = torch.ops.aten
 
 
 class Operator(NamedTuple):
-    """The cost of one call of one operator. `ideal` is the part of `read` that is weights and cache."""
+    """The cost of one call of one operator, in FLOPs and bytes. `ideal` is the part of `read` that is weights and cache."""
 
     name: str
     shape: str
@@ -109,9 +109,9 @@ def _is_view(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> bool:
 
 
 def _meta_attention(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
-    """What a fused attention kernel returns on a real device: (B, Hq, T, D), laid out in memory as the queries are.
+    """What a fused attention kernel returns on a real device: (B, Hq, T, D of the values), laid out as the queries are.
 
-    PyTorch's own meta function has the layout of the unfused path, (B, Hq, T, D), after which the model always copies.
+    PyTorch's own meta function has the unfused path's layout, heads first: after that, merging the heads would always copy.
     """
     B, Hq, T, D = q.shape
     return torch.empty_like(q) if v.shape[3] == D else q.new_empty(B, Hq, T, v.shape[3])
@@ -123,7 +123,10 @@ def _is_unfused_attention(func: Any, args: Any) -> bool:
 
 
 class CountingMode(TorchDispatchMode):
-    """Sees every operator while it is active and adds its cost to `cost`. Use it through `count`."""
+    """Sees every operator while it is active and adds its cost to `cost`: what `count` is made of.
+
+    A subclass that also times operators does so in `call`, and learns in `record` which of them it was.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,8 +147,9 @@ class CountingMode(TorchDispatchMode):
         op = self._operator(func, result, inputs, outputs, args, read_kwargs)
         if op is not None:
             self.record(op)
+        # lift_fresh is the end of torch.tensor(...): what it gives is a constant and no weight.
         given = set() if func is aten.lift_fresh.default else set(map(storage, inputs + _tensors(kwargs)))
-        for x in outputs:  # lift_fresh: the end of torch.tensor(...), a constant and no weight
+        for x in outputs:
             if func in ALLOCATIONS:
                 self._intermediate.discard(storage(x))
             elif storage(x) not in given:
@@ -153,11 +157,13 @@ class CountingMode(TorchDispatchMode):
         return result
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an operator."""
         if func is aten.scaled_dot_product_attention.default and args[0].is_meta:
             return _meta_attention(*args)
         return func(*args, **kwargs)
 
     def record(self, op: Operator) -> None:
+        """Called after each operator that costs anything."""
         self.cost.calls[op] += 1
 
     def _operator(
@@ -169,7 +175,7 @@ class CountingMode(TorchDispatchMode):
         if func in FORMULAS:
             cost = FORMULAS[func](result, *args, **kwargs)
         else:
-            cost = elementwise(func, outputs, inputs)
+            cost = default_formula(func, outputs, inputs)
         read = sum(n for _, n in cost.reads)
         if not (cost.flops or read or cost.written):
             return None

@@ -176,7 +176,7 @@ _OVERWRITES = {
 }
 
 
-def elementwise(func: Any, out: list[Tensor], args: list[Tensor]) -> Formula:
+def default_formula(func: Any, out: list[Tensor], args: list[Tensor]) -> Formula:
     """Everything without a formula: each distinct input read once, each output written once, no FLOPs."""
     inputs = args[1:] if func in _OVERWRITES or func in _ZEROS else args
     return Formula(0, whole(*inputs), sum(touched(x) for x in out))

@@ -38,6 +38,7 @@ class Kind:
 
     @property
     def gap_s(self) -> float:
+        """Seconds over the prediction; below 0 where the operators were faster."""
         return self.measured_s - self.predicted_s
 
 
