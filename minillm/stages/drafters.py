@@ -11,11 +11,10 @@ chances: q of a token that it *drew*, or nothing where it was *certain* (then q 
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from minillm.batch import Row
@@ -27,8 +26,9 @@ from minillm.stages.speculative_gain import Speculation
 
 
 class Answer:
-    """One answer on its way: its request, the text as the host knows it, and the law that its tokens are drawn by.
+    """One answer on its way: its request, the text as the host knows it, and the sampler whose law its tokens follow.
 
+    `sampler` is None where tokens are not drawn but greedy. Its probabilities are p of the target and q of the drafter alike.
     Raises `UsageError` for a sampler whose probabilities are not known.
     """
 
@@ -49,12 +49,6 @@ class Answer:
         """What a pass continues. An answer that is done brings its last cached token again, which changes nothing."""
         return self.context[:-1] if self.row.finished else self.context
 
-    def law(self, logits: Tensor) -> Tensor:
-        """The probabilities (n, V) that tokens after logits (n, V) are drawn by: p of the target and q of its drafter alike."""
-        if self.sampler is None:
-            return F.one_hot(greedy(logits), logits.shape[-1]).float()
-        return self.sampler.probabilities(logits)
-
 
 @dataclass
 class Draft:
@@ -65,7 +59,7 @@ class Draft:
 
     tokens: Tensor
     counts: list[int]
-    q: list[Tensor | None] = field(default_factory=list)
+    q: list[Tensor | None]
 
     @classmethod
     def certain(cls, guesses: Sequence[Sequence[int]], device: torch.device) -> "Draft":
@@ -180,7 +174,7 @@ class _ModelDraft:
         chosen = list(greedy(logits).split(1))
         for b, answer in enumerate(self.answers):
             if drafts[b] and answer.sampler is not None:
-                laws[b].append(answer.law(logits[b : b + 1]))
+                laws[b].append(answer.sampler.probabilities(logits[b : b + 1]))
                 chosen[b] = draw(laws[b][-1], answer.generator)
         return torch.cat(chosen)
 

@@ -103,7 +103,7 @@ def _verify(answer: Answer, logits: Tensor, drafts: Tensor, q: Tensor | None) ->
     """The verdict on one answer's drafts (k,) from the target's logits (k+1, V): tokens (k+1,) and the number accepted."""
     if answer.sampler is None or answer.row.finished:
         return accept_greedy(logits, drafts)
-    return accept_sampled(answer.law(logits), q, drafts, answer.generator)
+    return accept_sampled(answer.sampler.probabilities(logits), q, drafts, answer.generator)
 
 
 def _round(
