@@ -1,6 +1,7 @@
 """What several test files share: tiny configurations of every family, lively random models, and comparisons."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -109,6 +110,41 @@ def logits_whole(model: Transformer, tokens: Tensor) -> Tensor:
 def logits_through(model: Transformer, tokens: Tensor, cache: Cache, size: int) -> Tensor:
     """Logits of all positions, the tokens being fed in chunks of `size`."""
     return torch.cat([model(chunk, cache) for chunk in tokens.split(size, dim=1)], dim=1)
+
+
+class Columns:
+    """A recorder for `run`, which keeps the tokens of all rows and says stop after so many."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.columns: list[list[int]] = []
+        self.stop_after = stop_after
+
+    def add(self, tokens: Tensor) -> bool:
+        self.columns.append(tokens.tolist())
+        return len(self.columns) == self.stop_after
+
+    @property
+    def rows(self) -> list[list[int]]:
+        return [list(row) for row in zip(*self.columns, strict=True)]
+
+
+@contextmanager
+def fresh_memory_full_of_nan() -> Iterator[None]:
+    """The memory that torch.empty returns is filled with NaN, and of whole numbers with the largest."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(3).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def chi_square_z(statistic: float, df: int) -> float:
+    """How many standard deviations a chi-square statistic of `df` degrees of freedom lies above its mean.
+
+    Wilson and Hilferty: the cube root of statistic / df is normal, with mean 1 - 2 / (9 df) and variance 2 / (9 df).
+    """
+    return ((statistic / df) ** (1 / 3) - 1 + 2 / (9 * df)) / (2 / (9 * df)) ** 0.5
 
 
 def is_one_sentence(message: str) -> bool:

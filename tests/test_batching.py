@@ -10,6 +10,8 @@ import pytest
 import torch
 from helpers import (
     SHAPES,
+    Columns,
+    fresh_memory_full_of_nan,
     is_one_sentence,
     lively_model,
     one_thread,  # noqa: F401 (a fixture)
@@ -26,7 +28,7 @@ from minillm.generation import Generation
 from minillm.model import Transformer
 from minillm.roofline.counting import count
 from minillm.sampling import Sampler, greedy
-from minillm.stages import batching, naive, static_batching
+from minillm.stages import batching, kv_cache, naive, static_batching
 from minillm.stages.batching import Engine, Scheduler
 from minillm.stages.gqa import decode_attention
 from minillm.stages.slotted_cache import BLOCK, SlottedCache
@@ -67,18 +69,6 @@ def alone(model: Transformer, prompt: list[int], n: int, **options: Any) -> list
     return naive.generate(model, prompt, n, **options).tokens
 
 
-class Columns:
-    """A recorder that keeps the tokens of all rows, and says stop after so many."""
-
-    def __init__(self, stop_after: int = 99) -> None:
-        self.columns: list[list[int]] = []
-        self.stop_after = stop_after
-
-    def add(self, tokens: Tensor) -> bool:
-        self.columns.append(tokens.tolist())
-        return len(self.columns) == self.stop_after
-
-
 @pytest.mark.parametrize(("act", "left"), [(lambda cache: cache.clear(0), 0), (lambda cache: cache.move(1, 0), 3)])
 def test_what_a_slot_no_longer_holds_is_zero(
     act: Callable[[SlottedCache], None], left: int, model: Transformer
@@ -105,10 +95,10 @@ def test_what_a_slot_no_longer_holds_is_zero(
 def test_rows_in_lockstep_equal_rows_alone_and_end_when_the_recorder_says_so(run: Any, model: Transformer) -> None:
     prompts = [random_prompt(8, 97, seed) for seed in range(3)]
     expected = [alone(model, prompt, 6) for prompt in prompts]
-    for stop_after, n in ((99, 6), (2, 2), (6, 6)):
+    for stop_after, n in ((None, 6), (2, 2), (6, 6)):
         recorder = Columns(stop_after)
         run(model, torch.tensor(prompts), 6, greedy, recorder)
-        assert [list(row) for row in zip(*recorder.columns, strict=True)] == [row[:n] for row in expected]
+        assert recorder.rows == [row[:n] for row in expected]
 
 
 def test_lockstep_has_slots_of_exactly_the_length_that_it_needs(
@@ -381,12 +371,8 @@ def test_fresh_memory_full_of_nan_changes_nothing(generate: Any, models: Any) ->
     for shape in ("llama", "mistral"):
         model = models[shape, torch.float64]
         expected = [alone(model, prompt, 10) for prompt in PROMPTS]
-        torch.use_deterministic_algorithms(True)  # fills the memory that torch.empty returns with NaN
-        try:
-            assert torch.empty(3).isnan().all()
+        with fresh_memory_full_of_nan():
             assert texts(generate(model, PROMPTS, 10, max_batch=3)) == expected
-        finally:
-            torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(scope="module")
@@ -625,12 +611,9 @@ def test_lengths_at_the_edge_of_a_block_change_nothing(size: int, model: Transfo
     prompts, limits = [random_prompt(size - n + 1, 97, seed=n) for n in (1, 2, 4)], [1, 2, 4]
     prompts, limits = [*prompts, [7]], [*limits, 5]
     expected = [alone(model, prompt, n) for prompt, n in zip(prompts, limits, strict=True)]
-    torch.use_deterministic_algorithms(True)  # fills the memory that torch.empty returns with NaN
-    try:
+    with fresh_memory_full_of_nan():
         for max_batch in (1, 4):
             assert texts(batching.generate(model, prompts, limits, max_batch=max_batch)) == expected
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def test_memory_is_that_of_the_slots_rounded_up_to_blocks(model: Transformer) -> None:
@@ -828,8 +811,6 @@ TEXTS = [
 @pytest.fixture(scope="module")
 def real_prompts(smollm2: tuple[Transformer, Any]) -> Iterator[tuple[list[list[int]], list[list[int]]]]:
     """Eight prompts of different lengths, and what each gets alone."""
-    from minillm.stages import kv_cache
-
     model, tokenizer = smollm2
     prompts = [tokenizer.encode(text) for text in TEXTS]
     assert len({len(prompt) for prompt in prompts}) >= 6

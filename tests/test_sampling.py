@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from helpers import chi_square_z
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -35,11 +36,7 @@ def assert_drawn_from(counts: Tensor, p: Tensor) -> None:
     counts, p = counts[p > 0].double(), p[p > 0].double()
     expected = counts.sum() * p
     assert expected.min() >= 5  # else the statistic is not chi-square
-    x = float(((counts - expected) ** 2 / expected).sum())
-    df = len(p) - 1
-    # Wilson and Hilferty: the cube root of x / df is normal, with mean 1 - 2 / (9 df) and variance 2 / (9 df).
-    z = ((x / df) ** (1 / 3) - 1 + 2 / (9 * df)) / (2 / (9 * df)) ** 0.5
-    assert z < 4.75
+    assert chi_square_z(float(((counts - expected) ** 2 / expected).sum()), len(p) - 1) < 4.75
 
 
 # The target distribution

@@ -11,6 +11,8 @@ import torch
 from helpers import (
     SHAPES,
     assert_same_logits,
+    chi_square_z,
+    fresh_memory_full_of_nan,
     is_one_sentence,
     lively_model,
     logits_whole,
@@ -534,8 +536,8 @@ def test_sampled_texts_follow_the_target_s_law_exactly(
         assert law[text] == pytest.approx(chance, abs=1e-5)
 
 
-def chi_square_z(counts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> float:
-    """How many standard deviations the chi-square statistic lies above its mean (Wilson and Hilferty's approximation)."""
+def deviation(counts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> float:
+    """How many standard deviations the chi-square statistic of the counts lies above its mean."""
     assert counts.keys() <= law.keys()  # no text that the target cannot say
     n = sum(counts.values())
     likely = [text for text in law if n * law[text] >= 5]
@@ -543,8 +545,7 @@ def chi_square_z(counts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], fl
     rest = 1 - sum(law[text] for text in likely)
     if n * rest >= 5:  # what is too rare for a cell of its own
         cells.append((n - sum(counts[text] for text in likely), n * rest))
-    x, df = sum((seen - expected) ** 2 / expected for seen, expected in cells), len(cells) - 1
-    return ((x / df) ** (1 / 3) - 1 + 2 / (9 * df)) / (2 / (9 * df)) ** 0.5
+    return chi_square_z(sum((seen - expected) ** 2 / expected for seen, expected in cells), len(cells) - 1)
 
 
 LAW_SETTINGS = {"temperature": 1.5, "top_p": 0.85}
@@ -572,7 +573,7 @@ def test_sampled_texts_pass_a_chi_square_test(together: int, texts: int, drafts:
     model = calm_model(0)
     drafter: Drafter = ModelDrafter(calm_model(2)) if drafts == "drawn" else Told(sometimes_right)
     counts, alpha = sample_texts(model, drafter, 4, together, texts)
-    assert chi_square_z(counts, target_law(model, [0, 2], 4, LAW_SETTINGS)) < 4.75  # once in a million
+    assert deviation(counts, target_law(model, [0, 2], 4, LAW_SETTINGS)) < 4.75  # once in a million
     assert 0.1 < alpha < 0.9
 
 
@@ -598,7 +599,7 @@ def test_the_chi_square_test_fails_for_a_wrong_rule(name: str, wrong: Any, monke
     model = calm_model(0)
     counts, _ = sample_texts(model, ModelDrafter(calm_model(2)), 4, 4, 1600)
     expected = target_law(model, [0, 2], 4, LAW_SETTINGS)
-    assert not counts.keys() <= expected.keys() or chi_square_z(counts, expected) > 4.75
+    assert not counts.keys() <= expected.keys() or deviation(counts, expected) > 4.75
 
 
 def test_a_perfect_drafter_is_accepted_also_when_sampling(model: Transformer) -> None:
@@ -713,12 +714,8 @@ def test_a_mask_is_made_where_one_is_needed(
 def test_memory_full_of_nan_reaches_no_row(model: Transformer) -> None:
     prompts = [random_prompt(n, V, n) for n in (2, 30, 9)]
     expected = [naive.generate(model, prompt, 8).tokens for prompt in prompts]
-    torch.use_deterministic_algorithms(True)  # fills the memory that torch.empty returns with NaN
-    try:
-        assert torch.empty(3).isnan().all()
+    with fresh_memory_full_of_nan():
         answers = generate_batch(model, prompts, 8, drafter=ModelDrafter(noisy(model, 0.03)))
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert [answer.tokens for answer in answers] == expected
 
 
@@ -800,7 +797,7 @@ def test_times_do_not_decrease_and_metrics_take_them(model: Transformer) -> None
     times = generation.times
     assert len(times) == 20
     assert times == sorted(times)
-    assert summarize(times)["tokens_per_s"] is not None
+    assert summarize(times)["tokens_per_s"] == 20 / times[-1]
 
 
 def test_statistics_add_up() -> None:
@@ -945,7 +942,10 @@ def test_what_fills_up_a_row_of_guesses_is_never_looked_up(model: Transformer) -
 
 
 def test_a_sampler_of_unknown_probabilities_is_refused(model: Transformer) -> None:
-    refused(UsageError, lambda: generate(model, [1], 4, drafter=NGramDrafter(), sampler=lambda logits: greedy(logits)))
+    message = refused(
+        UsageError, lambda: generate(model, [1], 4, drafter=NGramDrafter(), sampler=lambda logits: greedy(logits))
+    )
+    assert "a function does not tell them" in message
 
 
 def test_on_meta_speculation_cannot_run(model: Transformer) -> None:
@@ -954,11 +954,14 @@ def test_on_meta_speculation_cannot_run(model: Transformer) -> None:
 
 
 def test_bad_requests_are_refused_as_in_every_stage(model: Transformer) -> None:
-    refused(UsageError, lambda: generate(model, [], 4, drafter=NGramDrafter()))
-    refused(UsageError, lambda: generate(model, [V], 4, drafter=NGramDrafter()))
-    refused(UsageError, lambda: generate(model, [1], 0, drafter=NGramDrafter()))
-    refused(UsageError, lambda: generate_batch(model, [[1], []], 4, drafter=NGramDrafter()))
-    refused(UsageError, lambda: generate_batch(model, [[1]], 4, drafter=NGramDrafter(), max_batch=0))
+    drafter = NGramDrafter()
+    assert "prompt is empty" in refused(UsageError, lambda: generate(model, [], 4, drafter=drafter))
+    assert "Token id 97" in refused(UsageError, lambda: generate(model, [V], 4, drafter=drafter))
+    assert "max_new_tokens is 0" in refused(UsageError, lambda: generate(model, [1], 0, drafter=drafter))
+    assert "Prompt 2 of 2" in refused(UsageError, lambda: generate_batch(model, [[1], []], 4, drafter=drafter))
+    assert "max_batch is 0" in refused(
+        UsageError, lambda: generate_batch(model, [[1]], 4, drafter=drafter, max_batch=0)
+    )
 
 
 # --- The real model ---------------------------------------------------------------------------------------------------

@@ -12,7 +12,9 @@ from helpers import (
     PLAIN_STAGES,
     SHAPES,
     STAGES,
+    Columns,
     assert_same_logits,
+    fresh_memory_full_of_nan,
     is_one_sentence,
     lively_model,
     logits_through,
@@ -122,26 +124,15 @@ def test_rows_of_a_batched_cache_equal_rows_alone(model: Transformer) -> None:
         assert_same_logits(logits, logits_whole(model, torch.tensor([row]))[0])
 
 
-class Rows:
-    """A recorder that keeps the tokens of every row of a batch."""
-
-    def __init__(self) -> None:
-        self.columns: list[list[int]] = []
-
-    def add(self, token: Tensor) -> bool:
-        self.columns.append(token.tolist())
-        return False
-
-
 @pytest.mark.parametrize("stage", PLAIN_STAGES.values(), ids=PLAIN_STAGES)
 @every_shape
 def test_prompts_run_in_lockstep_give_what_each_gives_alone(stage: Any, shape: str, models: Models) -> None:
-    model, rows = models[shape, torch.float64], Rows()
+    model, recorder = models[shape, torch.float64], Columns()
     prompts = [random_prompt(8, 97, seed) for seed in range(3)]
     with torch.inference_mode():
-        stage.run(model, torch.tensor(prompts), 12, greedy, rows)
+        stage.run(model, torch.tensor(prompts), 12, greedy, recorder)
     expected = [naive.generate(model, prompt, 12).tokens for prompt in prompts]
-    assert [list(row) for row in zip(*rows.columns, strict=True)] == expected
+    assert recorder.rows == expected
 
 
 @every_stage
@@ -291,12 +282,8 @@ def test_unused_cache_memory_never_leaks(shape: str, size: int, models: Models) 
 def test_generation_from_memory_full_of_nan_equals_generation_from_any(generate: Stage, model: Transformer) -> None:
     prompt = random_prompt(6, 97)
     expected = generate(model, prompt, 10).tokens
-    torch.use_deterministic_algorithms(True)  # fills the memory that torch.empty returns with NaN
-    try:
-        assert torch.empty(3).isnan().all()
+    with fresh_memory_full_of_nan():
         assert generate(model, prompt, 10).tokens == expected
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def test_a_cache_takes_what_two_l_hq_d_elements_a_token_take(model: Transformer) -> None:

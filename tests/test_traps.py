@@ -14,6 +14,7 @@ from helpers import (
     SHAPES,
     STAGES,
     assert_same_logits,
+    fresh_memory_full_of_nan,
     lively_model,
     logits_through,
     logits_whole,
@@ -181,13 +182,8 @@ OTHER_CACHES: dict[str, tuple[Transformer, Any]] = {
 def test_memory_that_was_never_written_reaches_no_logit(model: Transformer, make: Any, size: int) -> None:
     tokens = torch.tensor([random_prompt(14, 97)])
     expected = logits_through(model, tokens, make(model, 14), size)
-    torch.use_deterministic_algorithms(
-        True
-    )  # fills the memory that torch.empty returns with NaN, codes with the largest
-    try:
+    with fresh_memory_full_of_nan():
         assert_same_logits(logits_through(model, tokens, make(model, 40), size), expected)
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("window", [None, 0, 4])
