@@ -14,6 +14,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import PLAIN_STAGES, SHAPES, lively_model
@@ -268,7 +269,7 @@ def positions_made_on_host(x: Tensor) -> None:
 
 
 def numpy_to_tensor(x: Tensor) -> None:
-    torch.from_numpy(__import__("numpy").zeros(3))
+    torch.from_numpy(np.zeros(3))
 
 
 def boolean_mask(x: Tensor) -> None:

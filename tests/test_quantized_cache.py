@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from helpers import SHAPES, assert_same_logits, is_one_sentence, lively_model, logits_through, random_prompt
+from helpers import SHAPES, Columns, assert_same_logits, is_one_sentence, lively_model, logits_through, random_prompt
 from helpers import one_thread as one_thread
 from torch import Tensor
 
 from minillm.errors import MinillmError, UsageError
 from minillm.evaluation import compare, prose
-from minillm.generation import Recorder
 from minillm.model import Transformer
 from minillm.roofline.counting import count
 from minillm.sampling import greedy
@@ -56,10 +55,14 @@ def test_a_batch_decodes_through_it_with_any_weights(dtype: torch.dtype, weights
     model = lively_model(SHAPES["qwen2"], dtype=dtype)
     model = model if weights is None else quantize(model, weights)
     tokens = torch.tensor([random_prompt(7, 97, seed) for seed in range(3)])
-    recorder = Recorder(model.device)
-    with torch.inference_mode():
-        prefill_and_decode(model, QuantizedKVCache(model, 16, batch=3), tokens, 10, greedy, recorder)
-    assert len(recorder.finish()) == 10
+    texts = []
+    for make in (QuantizedKVCache, RoundingCache):  # s q fits into float32, and from there both round it to bf16
+        recorder = Columns()
+        with torch.inference_mode():
+            prefill_and_decode(model, make(model, 16, batch=3), tokens, 10, greedy, recorder)  # type: ignore[arg-type]
+        texts.append(recorder.rows)
+    assert texts[0] == texts[1]
+    assert [len(row) for row in texts[0]] == [10] * 3
 
 
 def test_rows_of_a_batch_equal_rows_alone() -> None:
@@ -178,9 +181,12 @@ def test_no_axis_is_no_rounding() -> None:
     assert compare(model, model, tokens, cache=lambda m, n: RoundedKVCache(m, n, bits=2)).kl == 0
 
 
-@pytest.mark.parametrize("wrong", [{"keys": "head"}, {"values": "tokens"}, {"bits": 0}])
-def test_an_impossible_experiment_is_refused(wrong: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [({"keys": "head"}, "axis 'head'"), ({"values": "tokens"}, "axis 'tokens'"), ({"bits": 0}, "bits is 0")],
+)
+def test_an_impossible_experiment_is_refused(wrong: dict[str, object], words: str) -> None:
     model = lively_model(SHAPES["llama"])
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(UsageError, match=words) as caught:
         RoundedKVCache(model, 4, **({"bits": 2} | wrong))  # type: ignore[arg-type]
     assert is_one_sentence(str(caught.value))

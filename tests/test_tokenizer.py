@@ -413,27 +413,27 @@ def test_bad_ids_are_refused_in_one_sentence(smollm2: Any) -> None:
 
 def test_bad_text_is_refused_in_one_sentence(smollm2: Any) -> None:
     for text in ("\ud800", None, 3, ["a", "b"]):
-        with pytest.raises(UsageError) as caught:
+        with pytest.raises(UsageError, match="valid Unicode") as caught:
             smollm2[1].encode(text)
         assert is_one_sentence(str(caught.value))
 
 
 @pytest.mark.parametrize(
-    "messages",
+    ("messages", "words"),
     [
-        [],
-        [{}],
-        ["x"],
-        "\ud800",
-        [{"role": "user"}],
-        [{"content": "x"}],
-        [{"role": "user", "content": 1}],
-        [{"role": "user", "content": "\ud800"}],
-        [{"role": "wizard", "content": "x"}],
+        ([], "no messages"),
+        ([{}], "must be a mapping"),
+        (["x"], "must be a mapping"),
+        ("\ud800", "not valid Unicode"),
+        ([{"role": "user"}], "must be a mapping"),
+        ([{"content": "x"}], "Unknown role 'None'"),
+        ([{"role": "user", "content": 1}], "must be a mapping"),
+        ([{"role": "user", "content": "\ud800"}], "not valid Unicode"),
+        ([{"role": "wizard", "content": "x"}], "Unknown role 'wizard'"),
     ],
 )
-def test_bad_messages_are_refused_in_one_sentence(messages: Any) -> None:
-    with pytest.raises(UsageError) as caught:
+def test_bad_messages_are_refused_in_one_sentence(messages: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words) as caught:
         byte_tokenizer(300).chat(messages)
     assert is_one_sentence(str(caught.value))
 
