@@ -16,10 +16,10 @@ import torch
 
 from minillm import cli
 from minillm.config import KNOWN_MODELS
-from minillm.grading import check, manifest, stubs, wire
+from minillm.grading import Answer, Wrong, check, judge_guesses, manifest, scorecard, stubs, wire
 from minillm.grading.catalog import find_exercises, load_chapter, select
 from minillm.grading.engine import Scorecard
-from minillm.grading.mutants import Mutant
+from minillm.grading.mutants import Mutant, changed
 from minillm.grading.notebook import verdict
 from minillm.grading.stubs import generated, make_notebook, make_stub
 from minillm.stages.triton_kernels import triton_is_here
@@ -260,18 +260,8 @@ def needs(chapter: str) -> dict[str, tuple[tuple[str, ...], int]]:
 
 def run_nbval(notebooks: list[Path], folder: Path) -> str:
     paths = [str(path) for path in notebooks]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "--nbval",
-        "--nbval-current-env",
-        "-p",
-        "no:cacheprovider",
-        "-q",
-        "-rA",
-        *paths,
-    ]
+    options = ["--nbval", "--nbval-current-env", "-p", "no:cacheprovider", "-q", "-rA"]
+    command = [sys.executable, "-m", "pytest", *options, *paths]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout
 
 
@@ -483,6 +473,39 @@ def test_mutant_changes_one_place_of_its_function_or_is_an_error(change: tuple[s
             mutant.apply(SOLUTION, ["double"])
 
 
+def test_answer_of_another_build_is_changed_in_one_place_or_is_an_error() -> None:
+    assert changed("a + b", ("a", "c"), ("b", "a")) == "c + a"
+    for old in ("a", "z"):
+        with pytest.raises(ValueError, match="not once"):
+            changed("a + a", (old, "b"))
+
+
+@pytest.mark.parametrize(
+    ("guesses", "says"),
+    [
+        ([9.0, 22.0], ""),
+        (torch.tensor([11.0, 18.0]), ""),
+        ([8.9, 20.0], "On the CPU minillm counts another number than 8.9; think again: too low."),
+        ([10, 10**400], r"On the GPU minillm counts another number than 1e\+09; think again: too high."),
+        ([-(10**400), 20.0], r"On the CPU minillm counts another number than -1e\+09; think again: too low."),
+        ([10.0], "must return two numbers"),
+        ([10.0, float("nan")], "must return two numbers"),
+        ([10.0, True], "must return two numbers"),
+        (10.0, "must return two numbers"),
+    ],
+)
+def test_guess_must_lie_within_a_share_of_what_is_counted(guesses: object, says: str) -> None:
+    def judge() -> list[float]:
+        reasons = [(f"On the {where}", "too low", "too high") for where in ("CPU", "GPU")]
+        return judge_guesses(Answer("guesses()", guesses), (10.0, 20.0), 0.1, "two numbers", reasons)
+
+    if says:
+        with pytest.raises(Wrong, match=says):
+            judge()
+    else:
+        assert judge() == [float(guess) for guess in guesses]  # type: ignore[attr-defined]
+
+
 # --- values between two processes
 
 
@@ -549,23 +572,28 @@ def test_arrays_configurations_and_objects_arrive() -> None:
     assert arrived["c"] == config and arrived["o"] == ("resolved", 7, "object")
 
 
+def message(header: str, blobs: bytes = b"") -> bytes:
+    return len(header).to_bytes(4, "big") + header.encode() + blobs
+
+
 @pytest.mark.parametrize(
-    "data",
+    ("data", "says"),
     [
-        b"",
-        b"\x00\x00\x00\x02{}extra"[:3],
-        b"\x00\x00\x00\x04null",
-        b"\xff\xff\xff\xff{}",
-        b'\x00\x00\x00\x2a{"x": {"tensor": ["float32", [9], 0]}}      ',
-        b'\x00\x00\x00\x2a{"x": {"tensor": ["float32", [-1], 0]}}     ',
-        b'\x00\x00\x00\x2a{"x": {"tensor": ["object", [1], 0]}}       ',
-        b'\x00\x00\x00\x14{"x": {"set": [[1]]}}',
-        b'\x00\x00\x00\x10{"x": {}}       ',
-        b"\x00\x01\x86\xa0" + b"[" * 100_000,
+        (b"", "unpack_from requires"),
+        (message("{}")[:5], "cut off"),
+        (b"\xff\xff\xff\xff{}", "cut off"),
+        (message("null"), "no attribute 'items'"),
+        (message("[" * 100_000), "recursion"),
+        (message('{"x": {"tensor": ["float32", [9], [0]]}}', bytes(35)), "without its numbers"),
+        (message('{"x": {"tensor": ["float32", [-1], [0]]}}'), "a shape that is none"),
+        (message('{"x": {"tensor": ["float32", [1], [1]]}}', bytes(4)), "a shape that is none"),
+        (message('{"x": {"tensor": ["object", [1], [0]]}}', bytes(4)), "object"),
+        (message('{"x": {"set": [[1]]}}'), "unhashable"),
+        (message('{"x": {}}'), "object"),
     ],
 )
-def test_damaged_message_is_refused(data: bytes) -> None:
-    with pytest.raises(wire.Unreadable):
+def test_damaged_message_is_refused(data: bytes, says: str) -> None:
+    with pytest.raises(wire.Unreadable, match=says):
         wire.unpack(data, resolve)
 
 
@@ -578,7 +606,12 @@ def test_message_that_is_too_long_is_refused_before_it_is_read() -> None:
 
 
 def test_scorecard_of_nothing_is_empty() -> None:
-    assert Scorecard("nowhere").as_json()["points"] == 0
+    card = Scorecard("nowhere")
+    assert card.as_json() == {"package": card.package, "exercises": [], "points": 0, "earned": 0}
+    assert list(scorecard.lines(card)) == [
+        f"Scorecard of {card.package}, nowhere",
+        "0 of 0 points: 0 passed, 0 failed, 0 not attempted, 0 not graded.",
+    ]
 
 
 def test_readme_lists_every_exercise_with_its_points() -> None:

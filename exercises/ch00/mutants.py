@@ -8,7 +8,7 @@ MUTANTS = [
     Mutant("ttft", "Measures to the last token.", ("tokens[0]", "tokens[-1]"), says="last token"),
     Mutant("ttft", "Gives milliseconds.", ("tokens[0] - start", "(tokens[0] - start) * 1000"), says="1000 times"),
     Mutant("ttft", "Has start and token the wrong way round.", ("tokens[0] - start", "start - tokens[0]"), says="negative"),
-    Mutant("ttft", "Rounds to whole milliseconds.", ("tokens[0] - start", "round(tokens[0] - start, 1)")),
+    Mutant("ttft", "Rounds to whole milliseconds.", ("tokens[0] - start", "round(tokens[0] - start, 3)")),
     # itl
     Mutant("itl", "Counts the wait for the first token as a gap.", ("[after", "[tokens[0]] + [after"), says="TTFT"),
     Mutant("itl", "Puts a 0 in front, to have one gap a token.", ("[after", "[0.0] + [after"), says="n - 1 gaps"),
@@ -73,6 +73,7 @@ MUTANTS = [
     Mutant("binding_limit", "Knows two limits.", (', "overhead": operators * overhead', ""), says="third"),
     Mutant("binding_limit", "Takes the shortest.", ("max(seconds", "min(seconds"), says="longest"),
     Mutant("binding_limit", "Compares FLOPs with bytes.", ("flops / peak", "flops / 1e12"), ("moved / bandwidth", "moved / 1e12")),
+    Mutant("binding_limit", "Takes every machine's ridge for 100 FLOP per byte.", ("flops / peak", "flops / (100 * bandwidth)")),
     Mutant("binding_limit", "Asks for the overhead first, against memory alone.", ("return max(seconds", 'if seconds["overhead"] > seconds["memory"]:\n        return "overhead"\n    return max(seconds')),
     Mutant("binding_limit", "Gives seconds in place of the name.", ("max(seconds, key=seconds.__getitem__)", "max(seconds.values())"), says="word"),
     Mutant("binding_limit", "Asks the ridge first, so that overhead never beats compute.", ("return max(seconds, key=seconds.__getitem__)", 'if flops / moved > peak / bandwidth:\n        return "compute"\n    return max(seconds, key=seconds.__getitem__)')),

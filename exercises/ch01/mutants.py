@@ -16,6 +16,7 @@ MUTANTS = [
     Mutant("causal_attention", "Does not scale the scores.", (" / D**0.5", ""), says="sqrt(D)"),
     Mutant("causal_attention", "Divides by D.", ("D**0.5", "D"), says="root"),
     Mutant("causal_attention", "Sets hidden scores to 0.", ("-torch.inf", "0.0"), says="-inf"),
+    Mutant("causal_attention", "Hides with -1e4 in place of minus infinity.", ("-torch.inf", "-1e4"), says="large scores"),
     Mutant("causal_attention", "Masks after the softmax.", (MASK, ""), ("scores.softmax(dim=-1)", "scores.softmax(dim=-1).masked_fill(key_positions > query_positions, 0.0)"), says="before the softmax"),
     Mutant("causal_attention", "Takes the softmax over the queries.", ("softmax(dim=-1)", "softmax(dim=-2)")),
     Mutant("causal_attention", "Always gives float32.", ("return scores.softmax(dim=-1) @ v", "return scores.float().softmax(dim=-1) @ v.float()"), says="bfloat16"),
@@ -28,6 +29,7 @@ MUTANTS = [
     Mutant("rope", "Halves the exponent.", ("/ half)", "/ (2 * half))"), says="exponent"),
     Mutant("rope", "Counts positions from 0 itself.", ("positions[:, None, :, None]", "torch.arange(x.shape[2])[None, None, :, None]"), says="ignores the positions"),
     Mutant("rope", "Takes positions one too large.", ("positions[:, None, :, None]", "(positions + 1)[:, None, :, None]"), says="one too large"),
+    Mutant("rope", "Stays at the last position of its table.", ("positions[:, None, :, None]", "positions.clamp_max(2047)[:, None, :, None]")),
     Mutant("rope", "Gives every row the positions of the first.", ("positions[:, None, :, None]", "positions[:1, None, :, None]"), says="of its own"),
     Mutant("rope", "Ignores theta.", ("theta ** (", "10_000.0 ** ("), says="theta"),
     Mutant("rope", "Forgets the sign of the exponent.", ("(-torch.arange", "(torch.arange")),
@@ -59,6 +61,7 @@ def rope(x, positions, theta=10_000.0):
     Mutant("greedy", "Returns the logit.", ("logits.argmax(dim=-1)", "logits.amax(dim=-1)"), says="ids"),
     Mutant("greedy", "Takes the least probable.", ("argmax", "argmin"), says="least"),
     Mutant("greedy", "Rounds the logits to bfloat16.", ("logits.argmax", "logits.bfloat16().argmax")),
+    Mutant("greedy", "Gives ids in 16 bits, too few for a vocabulary.", ("argmax(dim=-1)", "argmax(dim=-1).to(torch.int16)")),
     Mutant("greedy", "Compares magnitudes.", ("logits.argmax", "logits.abs().argmax")),
     # top_p
     Mutant("top_p", "Drops the token that crosses p.", ("before < p", "before + probabilities < p"), says="crosses"),
@@ -116,6 +119,7 @@ def draw(probabilities, seed):
     Mutant("draw", "Keeps a dimension too many.", ("[:, 0]", ""), says="shape"),
     Mutant("draw", "Draws one number for all rows.", (MULTINOMIAL, "(probabilities.cumsum(-1) < torch.rand(1, generator=generator)).sum(-1)")),
     Mutant("draw", "Draws once and gives every second row its neighbour's luck.", (MULTINOMIAL, "(probabilities.cumsum(-1) < torch.rand((len(probabilities) + 5) // 6, 1, generator=generator).repeat_interleave(6, 0)[: len(probabilities)]).sum(-1)")),
+    Mutant("draw", "Draws one number for three rows.", (MULTINOMIAL, "(probabilities.cumsum(-1) < torch.rand((len(probabilities) + 2) // 3, 1, generator=generator).repeat_interleave(3, 0)[: len(probabilities)]).sum(-1)"), says="neighbouring rows"),
     # generate
     Mutant("generate", "Reads the first position.", ("logits[0, -1]", "logits[0, 0]"), says="last one"),
     Mutant("generate", "Returns the prompt too.", ("tokens[len(prompt) :]", "tokens"), says="prompt"),

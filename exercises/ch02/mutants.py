@@ -1,6 +1,6 @@
 """Wrong answers to the exercises of chapter 2, each of which its grader must refuse."""
 
-from minillm.grading.mutants import Mutant
+from minillm.grading.mutants import Mutant, changed
 
 ARANGE = "return torch.arange(start, self.length)[None]"
 APPEND_K = "self.keys[layer] = torch.cat([self.keys[layer], k], dim=2)"
@@ -36,14 +36,6 @@ class KVCache:
 """
 
 
-def block(*changes: tuple[str, str]) -> str:
-    code = BLOCK
-    for old, new in changes:
-        assert code.count(old) == 1, old
-        code = code.replace(old, new)
-    return code
-
-
 MUTANTS = [
     # positions
     Mutant("positions", "Starts at 0 in every pass.", (ARANGE, "return torch.arange(n_tokens)[None]"), says="not from 0"),
@@ -70,22 +62,24 @@ MUTANTS = [
     Mutant("cache_decode", "Hides the newest token from itself.", ("torch.arange(S) <=", "torch.arange(S) <"), says="sees itself"),
     Mutant("cache_decode", "Takes the first sequence for all.", ("keys = self.keys[layer].repeat", "keys = self.keys[layer][:1].expand_as(self.keys[layer]).repeat")),
     Mutant("cache_decode", "Keeps float32 whatever comes.", ("self.keys.append(k)", "self.keys.append(k.float())"), ("self.values.append(v)", "self.values.append(v.float())"), says="raises"),
-    Mutant("cache_decode", "Has room for twelve tokens, then drops the oldest.", ("T, S, G = q.shape[2], self.length, q", "self.keys[layer], self.values[layer] = self.keys[layer][:, :, -12:], self.values[layer][:, :, -12:]\n        T, S, G = min(q.shape[2], 12), self.keys[layer].shape[2], q"), ("q, keys, values, attn", "q, keys, values, attn"), says=""),
+    Mutant("cache_decode", "Has room for twelve tokens, then drops the oldest.", ("T, S, G = q.shape[2], self.length, q", "self.keys[layer], self.values[layer] = self.keys[layer][:, :, -12:], self.values[layer][:, :, -12:]\n        T, S, G = min(q.shape[2], 12), self.keys[layer].shape[2], q")),
     Mutant("cache_decode", "Hands the layers their keys in the order of the calls, and starts the count anew too late.", ("if layer == len(self.keys):", "layer = getattr(self, 'calls', 0)\n        self.calls = (layer + 1) % (self.config.n_layers + 1)\n        if layer == len(self.keys):")),
-    Mutant("cache_decode", "Attends over the places that are still empty.", code=block((":S].repeat", ":].repeat"), ("visible = torch.ones(T, S, dtype=torch.bool).tril(S - T)", "visible = torch.ones(T, self.capacity, dtype=torch.bool).tril(start) if T > 1 else None"))),
-    Mutant("cache_decode", "Makes room for one sequence.", code=block(("n_layers, B, H", "n_layers, 1, H"))),
-    Mutant("cache_decode", "Makes its memory in float32.", code=block((", dtype=k.dtype", "")), says="raises"),
-    Mutant("cache_decode", "Grows its length in every layer.", code=block(("        self.length += n_tokens\n        return torch.arange(self.length - n_tokens, self.length)[None]", "        return torch.arange(self.length, self.length + n_tokens)[None]"), ("start, S = self.length - T, self.length", "start, S = self.length, self.length + T\n        self.length = S"))),
-    Mutant("cache_decode", "Grows its length in the first layer only, and reads it in all.", code=block(("        self.length += n_tokens\n        return torch.arange(self.length - n_tokens, self.length)[None]", "        return torch.arange(self.length, self.length + n_tokens)[None]"), ("start, S = self.length - T, self.length", "start, S = self.length, self.length + T\n        if layer == 0:\n            self.length = S"))),
-    Mutant("cache_decode", "Writes a decoded token over the last one of the prompt.", code=block(("start, S = self.length - T, self.length", "start, S = self.length - T, self.length\n        if T == 1 and start:\n            start -= 1"), ("start:S] = torch", "start:start + T] = torch")),),
-    Mutant("cache_decode", "Keeps keys that are not turned to their dtype but rounded to bfloat16.", code=block(("dtype=k.dtype", "dtype=torch.bfloat16"), ("torch.stack([k, v])", "torch.stack([k, v]).bfloat16()"), ("3 - 1)", "3 - 1).to(q.dtype)"))),
-    Mutant("cache_decode", "Forgets the first token of the prompt, as if it were padding.", code=block(("tril(S - T)", "tril(S - T)\n        visible[1:, 0] = False"))),
+    Mutant("cache_decode", "Attends over the places that are still empty.", code=changed(BLOCK, (":S].repeat", ":].repeat"), ("visible = torch.ones(T, S, dtype=torch.bool).tril(S - T)", "visible = torch.ones(T, self.capacity, dtype=torch.bool).tril(start) if T > 1 else None"))),
+    Mutant("cache_decode", "Makes room for one sequence.", code=changed(BLOCK, ("n_layers, B, H", "n_layers, 1, H"))),
+    Mutant("cache_decode", "Makes its memory in float32.", code=changed(BLOCK, (", dtype=k.dtype", "")), says="raises"),
+    Mutant("cache_decode", "Grows its length in every layer.", code=changed(BLOCK, ("        self.length += n_tokens\n        return torch.arange(self.length - n_tokens, self.length)[None]", "        return torch.arange(self.length, self.length + n_tokens)[None]"), ("start, S = self.length - T, self.length", "start, S = self.length, self.length + T\n        self.length = S"))),
+    Mutant("cache_decode", "Grows its length in the first layer only, and reads it in all.", code=changed(BLOCK, ("        self.length += n_tokens\n        return torch.arange(self.length - n_tokens, self.length)[None]", "        return torch.arange(self.length, self.length + n_tokens)[None]"), ("start, S = self.length - T, self.length", "start, S = self.length, self.length + T\n        if layer == 0:\n            self.length = S"))),
+    Mutant("cache_decode", "Writes a decoded token over the last one of the prompt.", code=changed(BLOCK, ("start, S = self.length - T, self.length", "start, S = self.length - T, self.length\n        if T == 1 and start:\n            start -= 1"), ("start:S] = torch", "start:start + T] = torch")),),
+    Mutant("cache_decode", "Keeps keys that are not turned to their dtype but rounded to bfloat16.", code=changed(BLOCK, ("dtype=k.dtype", "dtype=torch.bfloat16"), ("torch.stack([k, v])", "torch.stack([k, v]).bfloat16()"), ("3 - 1)", "3 - 1).to(q.dtype)"))),
+    Mutant("cache_decode", "Forgets the first token of the prompt, as if it were padding.", code=changed(BLOCK, ("tril(S - T)", "tril(S - T)\n        visible[1:, 0] = False"))),
+    Mutant("cache_decode", "Makes room for 1,024 tokens at most.", code=changed(BLOCK, ("self.capacity, D, dtype", "min(self.capacity, 1024), D, dtype"))),
+    Mutant("cache_decode", "Makes room for the layers of one model.", code=changed(BLOCK, ("self.config.n_layers, B", "30, B"))),
     Mutant("cache_decode", "Makes no object.", code="def KVCache(config, capacity):\n    return None\n", says="must make an object"),
     # cache_chunks
-    Mutant("cache_chunks", "Writes every chunk to the beginning.", code=block(("start:S] = torch", ":T] = torch"))),
-    Mutant("cache_chunks", "Pads a chunk's mask on the wrong side.", code=block(("torch.ones(T, S, dtype=torch.bool).tril(S - T)", "F.pad(torch.ones(T, T, dtype=torch.bool).tril(), (0, S - T), value=True)"))),
-    Mutant("cache_chunks", "Sees the chunk before, and none before that.", code=block(("tril(S - T)", "tril(S - T).triu(S - 2 * T)"))),
-    Mutant("cache_chunks", "Rounds chunks up to blocks of 4 and leaves gaps.", code=block(("start, S = self.length - T, self.length", "start, S = self.length - T, self.length\n        start = -(-start // 4) * 4 if T > 1 else start"), ("start:S] = torch", "start:start + T] = torch"))),
+    Mutant("cache_chunks", "Writes every chunk to the beginning.", code=changed(BLOCK, ("start:S] = torch", ":T] = torch"))),
+    Mutant("cache_chunks", "Pads a chunk's mask on the wrong side.", code=changed(BLOCK, ("torch.ones(T, S, dtype=torch.bool).tril(S - T)", "F.pad(torch.ones(T, T, dtype=torch.bool).tril(), (0, S - T), value=True)"))),
+    Mutant("cache_chunks", "Sees the chunk before, and none before that.", code=changed(BLOCK, ("tril(S - T)", "tril(S - T).triu(S - 2 * T)"))),
+    Mutant("cache_chunks", "Rounds chunks up to blocks of 4 and leaves gaps.", code=changed(BLOCK, ("start, S = self.length - T, self.length", "start, S = self.length - T, self.length\n        start = -(-start // 4) * 4 if T > 1 else start"), ("start:S] = torch", "start:start + T] = torch"))),
     Mutant("cache_chunks", "Uses is_causal, whose triangle starts at the first key.", (SDPA, "return F.scaled_dot_product_attention(q, keys, values, is_causal=T > 1)"), says="first key"),
     Mutant("cache_chunks", "Masks nothing once something is cached.", (VISIBLE, "torch.arange(S) <= (torch.arange(S - T, S) if T == S else torch.full((T,), S))[:, None]"), says="after itself"),
     Mutant("cache_chunks", "Starts positions at 0 in every chunk.", (ARANGE, "return torch.arange(n_tokens)[None]"), says="from 0 again"),
@@ -108,9 +102,9 @@ MUTANTS = [
     Mutant("cache_full", "Raises another kind of exception.", ("raise ValueError(", "raise KeyError("), says="KeyError"),
     Mutant("cache_full", "Refuses when the last layer is written.", (f"        {CHECK}\n            {REFUSE}\n", ""), ("T, S, G = q.shape[2], self.length, q", "if self.length > self.capacity:\n            raise ValueError('full')\n        T, S, G = q.shape[2], self.length, q")),
     Mutant("cache_full", "Stops the program with an assert.", (f"        {CHECK}\n            {REFUSE}\n", "        assert self.length + n_tokens <= self.capacity\n"), says="AssertionError"),
-    Mutant("cache_full", "Writes what fits and drops the rest.", code=block(('            raise ValueError("full")\n', "            n_tokens = self.capacity - self.length\n"))),
-    Mutant("cache_full", "Wraps around to the first place.", code=block(('        if self.length + n_tokens > self.capacity:\n            raise ValueError("full")\n', "        self.length %= self.capacity\n"))),
-    Mutant("cache_full", "Grows in silence.", code=block(('            raise ValueError("full")\n', "            grown = torch.zeros(*self.store.shape[:4], n_tokens, self.store.shape[5]) if self.store is not None else None\n            self.store = torch.cat([self.store, grown], 4) if grown is not None else None\n            self.capacity += n_tokens\n"))),
+    Mutant("cache_full", "Writes what fits and drops the rest.", code=changed(BLOCK, ('            raise ValueError("full")\n', "            n_tokens = self.capacity - self.length\n"))),
+    Mutant("cache_full", "Wraps around to the first place.", code=changed(BLOCK, ('        if self.length + n_tokens > self.capacity:\n            raise ValueError("full")\n', "        self.length %= self.capacity\n"))),
+    Mutant("cache_full", "Grows in silence.", code=changed(BLOCK, ('            raise ValueError("full")\n', "            grown = torch.zeros(*self.store.shape[:4], n_tokens, self.store.shape[5]) if self.store is not None else None\n            self.store = torch.cat([self.store, grown], 4) if grown is not None else None\n            self.capacity += n_tokens\n"))),
     Mutant("cache_full", "Makes no object.", code="def KVCache(config, capacity):\n    return None\n", says="must make an object"),
     # kv_bytes_per_token
     Mutant("kv_bytes_per_token", "Stores keys alone.", ("return 2 * config", "return config"), says="twice"),

@@ -1,13 +1,26 @@
 """Grader of chapter 2. A cache is judged by the logits of models that run on it; how it stores things is not looked at."""
 
 from fractions import Fraction
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from minillm.config import KNOWN_MODELS, ModelConfig
-from minillm.grading import PROMPT, Wrong, ask, example_model, exercise
-from minillm.grading.answer import refuses
+from minillm.grading import Wrong, ask, exercise, judge_guesses, refuses
+from minillm.grading.caches import (
+    GQA,
+    MHA,
+    MQA,
+    Checked,
+    attend_deep,
+    compare,
+    compare_two,
+    lively,
+    run,
+    run_real,
+    tokens_for,
+)
 from minillm.grading.channel import Refused
 from minillm.grading.counted import speedup
 from minillm.model import Transformer
@@ -15,71 +28,13 @@ from minillm.roofline.ceilings import Ceilings
 from minillm.roofline.hardware import known_hardware
 from minillm.stages import naive
 
-# Several layers, groups of 3, 1 and 4 query heads, no two numbers alike that could be taken for each other.
-GQA = ModelConfig("gqa", 3, 24, 6, 2, 8, 40, 61, 96)
-MHA = ModelConfig("mha", 2, 20, 3, 3, 10, 28, 53, 96, tied_embeddings=True)
-MQA = ModelConfig("mqa", 2, 16, 4, 1, 6, 36, 47, 96, qkv_bias=True)
-SHAPES = (GQA, MHA, MQA)
-_models: dict[tuple[str, torch.dtype], Transformer] = {}
-
-
-def lively(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Transformer:
-    """A random model of peaked attention, in which a wrong position, head or mask changes the logits by a tenth and more."""
-    if (config.name, dtype) not in _models:
-        model = Transformer(config)
-        generator = torch.Generator().manual_seed(5)
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            scale = 0.4 if parameter.dim() == 1 or name == "embed.weight" else 1.5 / parameter.shape[-1] ** 0.5
-            parameter.copy_(noise * scale + (1.0 if "norm" in name else 0.0))
-        _models[config.name, dtype] = model.to(dtype)
-    return _models[config.name, dtype]
-
-
-def tokens_for(config: ModelConfig, batch: int, length: int) -> Tensor:
-    return torch.randint(config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(length))
-
-
-class Checked:
-    """The learner's cache as the model sees it. Shapes are checked on the way, and positions kept."""
-
-    def __init__(self, cache, batch: int) -> None:
-        if not hasattr(cache, "attend"):  # a plain value
-            raise Wrong("KVCache(config, capacity) must make an object with the methods positions and attend.")
-        self.cache, self.batch = cache, batch
-        self.seen: list[list[int]] = []
-
-    def positions(self, n_tokens: int) -> Tensor:
-        answer = ask(self.cache.positions, n_tokens)
-        value = answer.value
-        if not isinstance(value, Tensor) or value.is_floating_point() or value.dtype == torch.bool:
-            raise answer.wrong("must return a tensor of whole numbers, the positions.")
-        if value.shape not in ((1, n_tokens), (self.batch, n_tokens)):
-            raise answer.wrong(f"has shape {tuple(value.shape)} where {(1, n_tokens)} is due.")
-        self.seen += value.tolist()[:1]
-        return value
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        answer = ask(self.cache.attend, layer, q, k, v)
-        answer.label = f"KVCache.attend with q {tuple(q.shape)} and k {tuple(k.shape)}"
-        if not isinstance(answer.value, Tensor):
-            raise answer.wrong("must return a tensor, the attention of the new tokens.")
-        if answer.value.shape != q.shape:
-            raise answer.wrong(f"has shape {tuple(answer.value.shape)} where {tuple(q.shape)} is due, that of q.")
-        if answer.value.dtype != q.dtype:
-            raise answer.wrong(f"returns {answer.value.dtype} for {q.dtype}.".replace("torch.", ""))
-        if not bool(torch.isfinite(answer.value.float()).all()):
-            raise answer.wrong("gives NaN or infinity: a query that sees no key, or memory that was never written.")
-        return answer.value
-
 
 class Suspect:
     """A simple cache with one mistake in it, to tell which one a learner's logits come from."""
 
-    def __init__(self, mistake: str, config: ModelConfig) -> None:
-        self.mistake, self.config = mistake, config
+    def __init__(self, mistake: str) -> None:
+        self.mistake, self.length = mistake, 0
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
-        self.length = 0
 
     def positions(self, n_tokens: int) -> Tensor:
         start = self.length
@@ -101,11 +56,9 @@ class Suspect:
             if self.mistake == "overwrites":
                 old_k, old_v = old_k[:, :, :-1], old_v[:, :, :-1]
             k, v = torch.cat([old_k, k], 2), torch.cat([old_v, v], 2)
-        if self.mistake == "never keeps" and slot in self.kept:
-            self.kept[slot] = self.kept[slot]
-        else:
+        if slot not in self.kept or self.mistake != "never keeps":
             self.kept[slot] = (k, v)
-        T, S, G = q.shape[2], k.shape[2], self.config.group_size
+        T, S, G = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
         if self.mistake == "heads":
             k, v = k.repeat(1, G, 1, 1), v.repeat(1, G, 1, 1)
         else:
@@ -147,43 +100,13 @@ MISTAKES = {
     "ahead": "A token sees the one after itself: the mask is off by one.",
     "scale": "Scores are divided by sqrt(D).",
 }
-
-
-@torch.inference_mode()
-def run(model: Transformer, cache, tokens: Tensor, sizes: list[int]) -> Tensor:
-    """Logits of all tokens, which come in passes of these sizes."""
-    return torch.cat([model(chunk, cache) for chunk in tokens.split(sizes, dim=1)], dim=1)
-
-
-def compare(make, config: ModelConfig, batch: int, sizes: list[int], dtype: torch.dtype = torch.float32) -> None:
-    """Logits through the learner's cache against those of a whole pass without any."""
-    model, total = lively(config, dtype), sum(sizes)
-    tokens = tokens_for(config, batch, total)
-    got = run(model, Checked(make(config, total + 3), batch), tokens, sizes).float()
-    with torch.inference_mode():
-        right = model(tokens, naive.NoCache(model)).float()
-    # Rounding moves these logits by 3e-5 of the largest in float32 and by about 3e-2 in bfloat16; a mistake by a tenth.
-    tolerance = (1e-3 if dtype == torch.float32 else 8e-2) * float(right.abs().max())
-    error = (got - right).abs().amax(dim=(0, 2))  # (T,)
-    if float(error.max()) <= tolerance:
-        return
-    first = int((error > tolerance).nonzero()[0])
-    hint = ""
-    for mistake, sentence in MISTAKES.items():
-        suspected = run(model, Suspect(mistake, config), tokens, sizes).float()
-        if float((suspected - got).abs().max()) <= tolerance:
-            hint = f" {sentence}"
-            break
-    rows = f", {batch} sequences" if batch > 1 else ""
-    passes = ", ".join(map(str, sizes[:6])) + (", ..." if len(sizes) > 6 else "")
-    shape = f"{config.n_layers} layers, {config.n_heads} query heads on {config.n_kv_heads}{rows}"
-    raise Wrong(f"With KVCache and passes of {passes} tokens ({shape}) logits are wrong from token {first} on.{hint}")
+SUSPECTS = {sentence: partial(Suspect, mistake) for mistake, sentence in MISTAKES.items()}
 
 
 @exercise(points=2)
 def test_positions(KVCache):
     for config, batch, sizes in [(GQA, 1, [5, 1, 1, 1]), (MHA, 2, [1, 3, 4, 1]), (MQA, 1, [2, 2])]:
-        model, cache = lively(config), Checked(KVCache(config, 40), batch)
+        model, cache = lively(config), Checked(KVCache, config, 40, batch)
         expected = 0
         for size in sizes:
             run(model, cache, tokens_for(config, batch, size), [size])
@@ -205,31 +128,25 @@ def test_positions(KVCache):
 
 @exercise(points=4)
 def test_cache_decode(KVCache):
-    for config in SHAPES:
-        compare(KVCache, config, 1, [7, 1, 1, 1, 1])
-    compare(KVCache, GQA, 2, [4, 1, 1])
-    compare(KVCache, MHA, 3, [1] * 6)
-    compare(KVCache, GQA, 1, [20] + [1] * 12)
-    compare(KVCache, MHA, 1, [5, 1, 1], torch.bfloat16)
-    first, second = KVCache(GQA, 16), KVCache(GQA, 16)  # two at a time, of one class
-    model, tokens = lively(GQA), tokens_for(GQA, 1, 9)
-    alone = run(model, naive.NoCache(model), tokens, [9])[:, -1]
-    run(model, Checked(first, 1), tokens[:, :8], [8])
-    run(model, Checked(second, 1), tokens.flip(1)[:, :5], [5])
-    got = run(model, Checked(first, 1), tokens[:, 8:], [1])[:, -1]
-    if float((got - alone).abs().max()) > 1e-3 * float(alone.abs().max()):
-        raise Wrong("Two KVCache objects disturb each other: keep keys and values in the object, not in the class.")
-    return real_text(KVCache)
+    for config in (GQA, MHA, MQA):
+        compare(KVCache, config, 1, [7, 1, 1, 1, 1], SUSPECTS)
+    compare(KVCache, GQA, 2, [4, 1, 1], SUSPECTS)
+    compare(KVCache, MHA, 3, [1] * 6, SUSPECTS)
+    compare(KVCache, GQA, 1, [20] + [1] * 12, SUSPECTS)
+    compare(KVCache, MHA, 1, [5, 1, 1], SUSPECTS, torch.bfloat16)
+    compare_two(KVCache)
+    attend_deep(KVCache)
+    return run_real(KVCache)
 
 
 @exercise(points=3)
 def test_cache_chunks(KVCache):
     for size in range(2, 8):
         whole, rest = divmod(9, size)
-        compare(KVCache, GQA, 1, [size] * whole + [rest] * (rest > 0))
-    compare(KVCache, MHA, 2, [3, 1, 4, 1])
-    compare(KVCache, MQA, 1, [6, 5, 1, 1, 2])
-    compare(KVCache, GQA, 1, [2, 3], torch.bfloat16)
+        compare(KVCache, GQA, 1, [size] * whole + [rest] * (rest > 0), SUSPECTS)
+    compare(KVCache, MHA, 2, [3, 1, 4, 1], SUSPECTS)
+    compare(KVCache, MQA, 1, [6, 5, 1, 1, 2], SUSPECTS)
+    compare(KVCache, GQA, 1, [2, 3], SUSPECTS, torch.bfloat16)
 
 
 @exercise(points=2)
@@ -238,7 +155,7 @@ def test_cache_full(KVCache):
     tokens = tokens_for(config, 1, 6)
     with torch.inference_mode():
         right = model(tokens, naive.NoCache(model))
-    cache = Checked(KVCache(config, 6), 1)
+    cache = Checked(KVCache, config, 6)
     got = [run(model, cache, tokens[:, :4], [4])]
     with torch.inference_mode():
         must_refuse(model, cache, tokens[:, :3], "3 tokens more", 4, 6)
@@ -251,12 +168,12 @@ def test_cache_full(KVCache):
         if float((torch.cat(got, 1) - right).abs().max()) > 1e-3 * float(right.abs().max()):
             raise Wrong("After a KVCache refused a pass, its logits are wrong: refuse before anything changes.")
         must_refuse(model, cache, tokens[:, :1], "1 token more", 6, 6)
-        must_refuse(model, Checked(KVCache(config, 3), 1), tokens[:, :4], "4 tokens", 0, 3)
+        must_refuse(model, Checked(KVCache, config, 3), tokens[:, :4], "4 tokens", 0, 3)
         try:
-            model(tokens[:, :5], Checked(KVCache(config, 5), 1))
+            model(tokens[:, :5], Checked(KVCache, config, 5))
         except Refused:
             raise Wrong("A KVCache with room for 5 tokens must take a prompt of 5.") from None
-    refuses(KVCache(config, 2).positions, 3, because="as it has room for 2 tokens")
+    refuses(Checked(KVCache, config, 2).cache.positions, 3, because="as it has room for 2 tokens")
 
 
 def must_refuse(model: Transformer, cache: Checked, tokens: Tensor, what: str, held: int, capacity: int) -> None:
@@ -269,22 +186,6 @@ def must_refuse(model: Transformer, cache: Checked, tokens: Tensor, what: str, h
     )
 
 
-def real_text(KVCache) -> str:
-    model, tokenizer, which = example_model()
-    prompt = tokenizer.encode(PROMPT)
-    cache, tokens, new = Checked(KVCache(model.config, len(prompt) + 8), 1), torch.tensor([prompt]), []
-    with torch.inference_mode():
-        for _ in range(8):
-            tokens = model(tokens, cache)[:, -1:].argmax(-1)
-            new.append(int(tokens))
-    if new != naive.generate(model, prompt, 8).tokens:
-        raise Wrong(
-            f"With KVCache, {which} writes {tokenizer.decode(new)!r}, which is not what it writes without a cache."
-        )
-    text = tokenizer.decode(new) if which.startswith("SmolLM2") else f" {new}"
-    return f'Your cache just ran {which}: "{PROMPT}{" ".join(text.split()).join((" ", ""))}"'
-
-
 # --- what it takes
 
 MODELS = [KNOWN_MODELS[name] for name in ("smollm2-135m", "llama-3-8b", "llama-2-13b", "qwen3-0.6b", "smollm2-1.7b")]
@@ -292,9 +193,9 @@ MODELS = [KNOWN_MODELS[name] for name in ("smollm2-135m", "llama-3-8b", "llama-2
 
 @exercise(points=1)
 def test_kv_bytes_per_token(kv_bytes_per_token):
-    for config in [*MODELS, *SHAPES]:
+    for config in [*MODELS, GQA, MHA, MQA]:
         for size in (2.0, 1.0, 4.0, 0.5):
-            key = torch.empty(config.n_layers, config.n_kv_heads, config.head_dim, device="meta").numel()
+            key = config.n_layers * config.n_kv_heads * config.head_dim
             expected = (key + key) * size
             likely = {
                 "A key and a value: twice that.": key * size,
@@ -409,10 +310,6 @@ def test_predict_speedup(predict_speedup):
 def test_speedup_guesses(speedup_guesses):
     laptop = speedup(KNOWN_MODELS["smollm2-135m"], LAPTOP, 512)
     h100 = speedup(KNOWN_MODELS["llama-3-8b"], known_hardware("h100-sxm").ceilings("bf16"), 200)
-    answer = ask(speedup_guesses)
-    value = answer.value.tolist() if isinstance(answer.value, Tensor) else answer.value
-    if not isinstance(value, (tuple, list)) or len(value) != 2 or not all(type(x) in (int, float) for x in value):
-        raise answer.wrong("must return two numbers: the ratio on the CPU and the ratio on the H100.")
     reasons = [
         (
             "On the CPU",
@@ -425,10 +322,6 @@ def test_speedup_guesses(speedup_guesses):
             "up to some 300 tokens a pass only waits for the weights",
         ),
     ]
-    for guess, counted, (where, low, high) in zip(value, (laptop, h100), reasons, strict=True):
-        if not 0.75 * counted <= guess <= 1.25 * counted:
-            reason = low if guess < counted else high
-            raise Wrong(
-                f"{where} minillm predicts another ratio than {max(-1e9, min(guess, 1e9)):.3g}; think again: {reason}."
-            )
+    what = "two numbers: the ratio on the CPU and the ratio on the H100"
+    value = judge_guesses(ask(speedup_guesses), (laptop, h100), 0.25, what, reasons)
     return f"You said {value[0]:.3g} and {value[1]:.3g}; counted by operators it is {laptop:.3g} and {h100:.3g}."

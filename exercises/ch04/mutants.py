@@ -1,6 +1,6 @@
 """Wrong answers to the exercises of chapter 4, each of which its grader must refuse."""
 
-from minillm.grading.mutants import Mutant
+from minillm.grading.mutants import Mutant, changed
 
 PADS = "pads = [max(map(len, prompts)) - len(prompt) for prompt in prompts]"
 ROW = "[0] * pad + list(prompt)"
@@ -101,14 +101,6 @@ class Scheduler:
             self.on.append(self.queue.pop(0))
         return self.on
 """
-
-
-def scheduler(*changes: tuple[str, str]) -> str:
-    code = SCHEDULER
-    for old, new in changes:
-        assert code.count(old) == 1, old
-        code = code.replace(old, new)
-    return code
 
 
 HEAD = "while self.queue and len(self.on) < self.max_batch and self.sizes[self.queue[0]] <= self.free:\n            self.free -= self.sizes[self.queue[0]]\n            self.on.append(self.queue.pop(0))"
@@ -215,24 +207,24 @@ MUTANTS = [
     Mutant("scheduler_step", "Runs one request fewer.", ("< self.max_batch", "< max(1, self.max_batch - 1)"), says="waits"),
     Mutant("scheduler_step", "Admits one request a step.", (ADMIT, "if self.waiting and len(self.running) < self.max_batch:"), (TOO_LARGE, TOO_LARGE.replace("break", "return list(self.running)")), says="waits"),
     Mutant("scheduler_step", "Fills the slots of those who are done, and no others.", (RETIRE, f"        room = len(finished) if self.running else self.max_batch\n{RETIRE}"), (ADMIT, "for _ in range(min(room, len(self.waiting), self.max_batch - len(self.running))):"), says="waits"),
-    Mutant("scheduler_step", "Lets who fits overtake who does not.", code=scheduler((HEAD, FITTING)), says="overtakes"),
-    Mutant("scheduler_step", "Serves the smallest first.", code=scheduler(("        while self.queue", "        self.queue.sort(key=self.sizes.get)\n        while self.queue")), says="overtakes"),
-    Mutant("scheduler_step", "Serves the largest first.", code=scheduler(("        while self.queue", "        self.queue.sort(key=self.sizes.get, reverse=True)\n        while self.queue")), says="overtakes"),
-    Mutant("scheduler_step", "Serves the last first.", code=scheduler(("self.queue.append(name)", "self.queue.insert(0, name)")), says="overtakes"),
-    Mutant("scheduler_step", "Serves in the order of the names.", code=scheduler(("        while self.queue", "        self.queue.sort()\n        while self.queue")), says="overtakes"),
+    Mutant("scheduler_step", "Lets who fits overtake who does not.", code=changed(SCHEDULER, (HEAD, FITTING)), says="overtakes"),
+    Mutant("scheduler_step", "Serves the smallest first.", code=changed(SCHEDULER, ("        while self.queue", "        self.queue.sort(key=self.sizes.get)\n        while self.queue")), says="overtakes"),
+    Mutant("scheduler_step", "Serves the largest first.", code=changed(SCHEDULER, ("        while self.queue", "        self.queue.sort(key=self.sizes.get, reverse=True)\n        while self.queue")), says="overtakes"),
+    Mutant("scheduler_step", "Serves the last first.", code=changed(SCHEDULER, ("self.queue.append(name)", "self.queue.insert(0, name)")), says="overtakes"),
+    Mutant("scheduler_step", "Serves in the order of the names.", code=changed(SCHEDULER, ("        while self.queue", "        self.queue.sort()\n        while self.queue")), says="overtakes"),
     Mutant("scheduler_step", "Throws out whoever does not fit.", (TOO_LARGE, TOO_LARGE.replace("break", "self.waiting.popleft()\n                continue")), says="overtakes"),
-    Mutant("scheduler_step", "Puts whoever does not fit at the end of the queue.", code=scheduler(("        return self.on", "        if self.queue and len(self.on) < self.max_batch:\n            self.queue.append(self.queue.pop(0))\n        return self.on"))),
-    Mutant("scheduler_step", "Pauses a running request so that the next may begin.", code=scheduler(("        return self.on", "        if self.queue and len(self.on) > 1 and self.sizes[self.queue[0]] <= self.free:\n            self.queue.append(self.on.pop(0))\n            self.on.append(self.queue.pop(0))\n        return self.on"))),
-    Mutant("scheduler_step", "Never gives reserved tokens back.", code=scheduler(("            self.free += self.sizes[name]\n", "")), says="waits"),
+    Mutant("scheduler_step", "Puts whoever does not fit at the end of the queue.", code=changed(SCHEDULER, ("        return self.on", "        if self.queue and len(self.on) < self.max_batch:\n            self.queue.append(self.queue.pop(0))\n        return self.on"))),
+    Mutant("scheduler_step", "Pauses a running request so that the next may begin.", code=changed(SCHEDULER, ("        return self.on", "        if self.queue and len(self.on) > 1 and self.sizes[self.queue[0]] <= self.free:\n            self.queue.append(self.on.pop(0))\n            self.on.append(self.queue.pop(0))\n        return self.on"))),
+    Mutant("scheduler_step", "Never gives reserved tokens back.", code=changed(SCHEDULER, ("            self.free += self.sizes[name]\n", "")), says="waits"),
     Mutant("scheduler_step", "Forgets one of two that end together.", (RETIRE, "        for name in finished[:1]:\n            del self.running[name]\n"), says="still runs"),
-    Mutant("scheduler_step", "Returns the new ones alone.", code=scheduler(("        while self.queue", "        before = list(self.on)\n        while self.queue"), ("return self.on", "return [name for name in self.on if name not in before]")), says="does not run any more"),
+    Mutant("scheduler_step", "Returns the new ones alone.", code=changed(SCHEDULER, ("        while self.queue", "        before = list(self.on)\n        while self.queue"), ("return self.on", "return [name for name in self.on if name not in before]")), says="does not run any more"),
     Mutant("scheduler_step", "Returns how many run.", ("return list(self.running)", "return len(self.running)"), says="names"),
     Mutant("scheduler_step", "Empties the list that it is given.", (RETIRE, "        while finished:\n            del self.running[finished.pop()]\n"), says="changes what it was given"),
-    Mutant("scheduler_step", "Keeps one queue for all schedulers.", code=scheduler(("self.max_batch, self.free, self.queue, self.sizes, self.on = max_batch, max_tokens, [], {}, []", "self.max_batch, self.free, self.sizes, self.on = max_batch, max_tokens, {}, []\n        self.queue = self.__class__.__dict__.get('kept', [])\n        Scheduler.kept = self.queue"))),
-    Mutant("scheduler_step", "Stops when a request ends before its limit.", code=scheduler(("self.sizes[name] = need", "self.sizes[name] = need\n        self.left = getattr(self, 'left', {}) | {name: max_new_tokens}"), ("        for name in finished:\n", "        for name in self.on:\n            self.left[name] -= 1\n        for name in [name for name in self.on if not self.left[name]]:\n")), says="still runs"),
-    Mutant("scheduler_step", "Reserves the tokens of the prompt, and a step's new one for each that runs.", code=scheduler(("need = prompt_tokens + max_new_tokens - 1", "need = prompt_tokens + 1"))),
+    Mutant("scheduler_step", "Keeps one queue for all schedulers.", code=changed(SCHEDULER, ("self.max_batch, self.free, self.queue, self.sizes, self.on = max_batch, max_tokens, [], {}, []", "self.max_batch, self.free, self.sizes, self.on = max_batch, max_tokens, {}, []\n        self.queue = self.__class__.__dict__.get('kept', [])\n        Scheduler.kept = self.queue"))),
+    Mutant("scheduler_step", "Stops when a request ends before its limit.", code=changed(SCHEDULER, ("self.sizes[name] = need", "self.sizes[name] = need\n        self.left = getattr(self, 'left', {}) | {name: max_new_tokens}"), ("        for name in finished:\n", "        for name in self.on:\n            self.left[name] -= 1\n        for name in [name for name in self.on if not self.left[name]]:\n")), says="still runs"),
+    Mutant("scheduler_step", "Reserves the tokens of the prompt, and a step's new one for each that runs.", code=changed(SCHEDULER, ("need = prompt_tokens + max_new_tokens - 1", "need = prompt_tokens + 1"))),
     Mutant("scheduler_step", "Admits a large request only when nothing runs.", (TOO_LARGE, TOO_LARGE.replace(":\n", " or (self.running and 2 * size > self.max_tokens):\n")), says="waits"),
-    Mutant("scheduler_step", "Expects requests to end in the order in which they came.", code=scheduler(("        for name in finished:\n            self.on.remove(name)\n", "        left = list(finished)\n        for name in list(self.on):\n            if name in left[:1]:\n                self.on.remove(left.pop(0))\n        for name in finished:\n")), says="still runs"),
+    Mutant("scheduler_step", "Expects requests to end in the order in which they came.", code=changed(SCHEDULER, ("        for name in finished:\n            self.on.remove(name)\n", "        left = list(finished)\n        for name in list(self.on):\n            if name in left[:1]:\n                self.on.remove(left.pop(0))\n        for name in finished:\n")), says="still runs"),
     Mutant("scheduler_step", "Runs 16 requests at most.", ("< self.max_batch", "< min(self.max_batch, 16)"), says="waits"),
     Mutant("scheduler_step", "Makes no object.", code="def Scheduler(max_batch, max_tokens):\n    return None\n", says="must make an object"),
     # scheduler_refuses
@@ -278,7 +270,7 @@ MUTANTS = [
     Mutant("batch_at_ridge", "Goes below 0 where no batch is large enough.", (NEVER_THERE, ""), says="never gets there"),
     Mutant("batch_at_ridge", "Gives a part of a user.", ("return ceil(", "return ("), says="whole"),
     Mutant("batch_at_ridge", "Rounds down.", ("return ceil(", "return int("), says="Round up"),
-    Mutant("batch_at_ridge", "Rounds to the nearest.", ("return ceil(", "return round("), says=""),
+    Mutant("batch_at_ridge", "Rounds to the nearest.", ("return ceil(", "return round(")),
     Mutant("batch_at_ridge", "Forgets attention's FLOPs.", (FLOPS, "a_user_computes = 2 * P / peak")),
     Mutant("batch_at_ridge", "Stores query heads.", ("n_kv_heads", "n_heads"), says="query head"),
     Mutant("batch_at_ridge", "Stores keys alone.", ("context * 2 * L", "context * L"), says="2 of them"),

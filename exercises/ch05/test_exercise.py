@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from minillm.config import KNOWN_MODELS, ModelConfig
-from minillm.grading import Answer, Wrong, ask, exercise, refuses
+from minillm.grading import Answer, ask, exercise, judge_guesses, refuses
+from minillm.grading.counted import of_all_layers
 from minillm.roofline.hardware import known_hardware
 from minillm.roofline.position import predict_stage
 from minillm.stages import Stage, gqa
@@ -373,20 +374,22 @@ PRODUCTS = {
 
 @exercise(points=2)
 def test_groupwise_matmul(groupwise_matmul):
+    # The sizes of an output's products add up to 243 at most, and float32 rounds 32 times by 2^-24 of that: by 5e-4 in all.
     for M, N, K, g in [(1, 3, 8, 8), (2, 5, 16, 4), (4, 4, 4, 2), (3, 2, 24, 8), (1, 7, 32, 16), (6, 3, 12, 1)]:
         x, weight = normal(M, K), group_weight(N, K, g)
         answer = ask(groupwise_matmul, x, *weight)
         answer.label = f"groupwise_matmul with M = {M}, N = {N}, K = {K} and groups of {g}"
         likely = {text: partial(product, x, *weight, name) for name, text in PRODUCTS.items()}
-        answer.tensor(product(x, *weight), likely, atol=2e-3, dtype=torch.float32)
+        answer.tensor(product(x, *weight), likely, atol=5e-4, dtype=torch.float32)
     x, weight = normal(3, 32).bfloat16(), group_weight(5, 32, 8)
     answer = ask(groupwise_matmul, x, *weight)
     answer.label = "groupwise_matmul with x in bfloat16"
-    sizes = product(x.abs(), weight[0], weight[1], weight[2].abs())
-    answer.tensor(product(x, *weight), atol=float(sizes.abs().max()) / 32, dtype=torch.bfloat16)
+    # In bfloat16 weights and results are off by 2^-9 of themselves each, at worst all in one direction; twice that is allowed.
+    sizes = x.double().abs() @ product(torch.eye(32), *weight).abs()  # (M, N)
+    answer.tensor(product(x, *weight), atol=float(sizes.max()) / 128, dtype=torch.bfloat16)
     answer = ask(groupwise_matmul, x.double(), *weight)
     answer.label = "groupwise_matmul with x in float64"
-    answer.tensor(product(x, *weight), atol=2e-3, dtype=torch.float64)
+    answer.tensor(product(x, *weight), atol=5e-4, dtype=torch.float64)
 
 
 def bound(x: Tensor, scales: Tensor, mistake: str = "") -> Tensor:
@@ -428,7 +431,7 @@ def test_error_bound(error_bound):
         answer = ask(error_bound, x, scales)
         answer.label = f"error_bound of x {(M, K)} and scales {(N, n)}"
         likely = {text: partial(bound, x, scales, name) for name, text in BOUNDS.items()}
-        answer.tensor(bound(x, scales), likely, atol=1e-4)
+        answer.tensor(bound(x, scales), likely, atol=1e-4)  # float32 on sums below 100
 
 
 # --- keys and values
@@ -665,15 +668,11 @@ def counted_step_s(scheme: str | None, config: ModelConfig, batch: int, context:
         predict_stage(quantized(scheme), replace(config, n_layers=n), ceilings, context, batch)[1].predicted_s
         for n in (1, 2)
     )
-    return one + (config.n_layers - 1) * (two - one)
+    return of_all_layers(one, two, config)
 
 
 @exercise(points=1)
 def test_quantized_guesses(quantized_guesses):
-    answer = ask(quantized_guesses)
-    value = answer.value.tolist() if isinstance(answer.value, Tensor) else answer.value
-    if not isinstance(value, (tuple, list)) or len(value) != 3 or not all(type(x) in (int, float) for x in value):
-        raise answer.wrong("must return three numbers: tokens/s in int8, tokens/s in int4, and the gain for 64 users.")
     config = KNOWN_MODELS["llama-2-7b"]
     counted = [
         1 / counted_step_s("int8", config, 1, 200),
@@ -697,12 +696,8 @@ def test_quantized_guesses(quantized_guesses):
             "34 GB of keys and values are read as before, more than twice the weights",
         ),
     ]
-    for guess, right, (where, low, high) in zip(value, counted, reasons, strict=True):
-        if not 0.94 * right <= guess <= 1.06 * right:
-            reason = low if guess < right else high
-            raise Wrong(
-                f"{where} minillm predicts another number than {max(-1e9, min(guess, 1e9)):.4g}; think again: {reason}."
-            )
+    what = "three numbers: tokens/s in int8, tokens/s in int4, and the gain for 64 users"
+    judge_guesses(ask(quantized_guesses), counted, 0.06, what, reasons)
     published = ", ".join(
         f"{rate} in {scheme}, {rate / right:.0%} of it"
         for scheme, rate, right in zip(("int8", "int4"), (155.6, 196.8), counted, strict=False)

@@ -310,4 +310,5 @@ MUTANTS = [
     Mutant("speculation_guesses", "Turns the drafter's ratio around.", ("3.4, 1.0, 1.2", "3.4, 1.0, 0.85"), says="Of the drafter"),
     Mutant("speculation_guesses", "Gives two numbers.", ("3.4, 1.0, 1.2", "3.4, 1.0"), says="three numbers"),
     Mutant("speculation_guesses", "Gives a number of 400 digits.", ("3.4, 1.0, 1.2", "10**400, 1.0, 1.2"), says="On the CPU"),
+    Mutant("speculation_guesses", "Gives a number below all measure.", ("3.4, 1.0, 1.2", "3.4, 1.0, -(10**400)"), says="Of the drafter"),
 ]  # fmt: skip

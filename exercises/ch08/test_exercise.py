@@ -16,11 +16,13 @@ from minillm.grading import (
     Wrong,
     ask,
     captured,
+    continued,
     example_model,
     exercise,
     moved_bytes,
     needs_triton,
 )
+from minillm.grading.caches import attention
 from minillm.model import Transformer
 from minillm.roofline.counting import count
 from minillm.stages import naive
@@ -239,13 +241,6 @@ class Recorded:
         return answer.value
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q (B, Hq, 1, D) over all of k and v (B, Hkv, S, D), in float64."""
-    q, k, v = q.double(), k.double(), v.double()
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    return (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
-
-
 @exercise(points=3)
 def test_static_attend(StaticLayer):
     generator = torch.Generator().manual_seed(18)
@@ -269,7 +264,8 @@ def test_static_attend(StaticLayer):
                 got = cache.attend(0, q[:, :, now], k[:, :, now], v[:, :, now])
                 first = 0 if window is None else max(0, i + 1 - window)
                 seen = slice(first, i + 1)
-                due = plain_attention(q[:, :, now], k[:, :, seen], v[:, :, seen])
+                due = attention(q[:, :, now], k[:, :, seen], v[:, :, seen])
+                # Float32 is off by some 1e-6 on values below 8.
                 if not bool(torch.isfinite(got).all()) or float((got - due).abs().max()) > 1e-4:
                     heads = f"{Hq} query heads on {Hkv}"
                     raise Wrong(
@@ -298,7 +294,7 @@ def static_hint(got: Tensor, q: Tensor, k: Tensor, v: Tensor, i: int, first: int
         ),
     }  # fmt: skip
     for text, (queries, keys, values) in others.items():
-        wrong = plain_attention(queries, keys, values)
+        wrong = attention(queries, keys, values)
         if text.startswith("Query"):
             wrong = wrong.unflatten(1, (-1, G)).transpose(1, 2).flatten(1, 2)
         if float((wrong - got).abs().max()) <= 1e-4:
@@ -337,8 +333,7 @@ def static_text(StaticLayer) -> str:
         raise Wrong(
             f"With StaticLayer, {which} writes {tokenizer.decode(new)!r}, which is not what it writes without a cache."
         )
-    text = tokenizer.decode(new) if which.startswith("SmolLM2") else f" {new}"
-    return f'Your recorded steps just ran {which}: "{PROMPT}{" ".join(text.split()).join((" ", ""))}"'
+    return f"Your recorded steps just ran {which}: {continued(PROMPT, new)}"
 
 
 def run_recorded(StaticLayer, model: Transformer, prompt: list[int], n: int) -> list[int]:
@@ -424,7 +419,7 @@ def test_combine_splits(combine_splits):
         }
         answer = ask(combine_splits, tops, totals, mixes)
         answer.label = f"combine_splits of {len(cuts) + 1} splits, {n_seen} of {S} columns seen, scores near {mean:g},"
-        answer.tensor(due, likely, atol=2e-4)
+        answer.tensor(due, likely, atol=2e-4)  # a score near 900 is known to 6e-5 in float32, and so is its weight
 
 
 def counted_bytes(B: int, S: int, Hq: int, Hkv: int, D: int, size: int) -> int:
@@ -493,16 +488,7 @@ def test_attend_split(attend_split, attend_in_splits):
     cases = [
         (1, 4, 2, 8, 24, [24], 99, 24),  # which head reads which
         (1, 6, 2, 4, 20, [20], 99, 8),  # three rows in a tile of four, a last split that is short
-        (
-            2,
-            2,
-            2,
-            8,
-            32,
-            [32, 11],
-            99,
-            12,
-        ),  # ragged; splits that begin and end inside a block, and one that sees nothing
+        (2, 2, 2, 8, 32, [32, 11], 99, 12),  # ragged; splits begin and end inside a block, and one sees nothing
         (2, 4, 1, 4, 30, [25, 7], 10, 10),  # a window that begins inside a split
         (2, 2, 1, 8, 16, [40, 0], 99, 5),  # a length that is stale, and one of 0
         (1, 3, 3, 4, 24, [17], 1, 8),
@@ -536,8 +522,8 @@ def test_attend_split(attend_split, attend_in_splits):
             if bool(got.isnan().any()):
                 unread = "are NaN: it leaves some unwritten, or reads a column that is not seen."
                 raise Wrong(f"{label} makes {name} that {unread}")
-            scale = 1e-3 * float(right[right > -1e30].abs().max()) if name == "tops" else 1e-3
-            if not torch.allclose(got.clamp_min(-1e30), right.clamp_min(-1e30), rtol=1e-4, atol=max(scale, 1e-4)):
+            # Float32 over a few columns is off by some 1e-6. A split that saw nothing may have any top far below all scores.
+            if not torch.allclose(got.clamp_min(-1e30), right.clamp_min(-1e30), rtol=1e-5, atol=1e-5):
                 hint = " Query head h reads KV head h // G." if torch.allclose(got, other, rtol=1e-3, atol=1e-3) else ""
                 where = (got.double() - right.double()).abs().flatten().argmax()
                 place = tuple(int(i) for i in torch.unravel_index(where, right.shape))
@@ -594,5 +580,5 @@ def test_int4_row(int4_row, int4_product):
             "Each group has a scale of its own.": lambda f=product, s=scales: f(s=s[:, :1].expand_as(s)),
             "Each group has a zero of its own.": lambda f=product, z=zeros: f(z=z[:, :1].expand_as(z)),
         }
-        scale = float((W.abs() @ X.abs()).max())
+        scale = float((W.abs() @ X.abs()).max())  # float32 rounds each product, and each sum, by 6e-8 of it at most
         Answer(answer.label, out).tensor(W @ X, likely, atol=1e-5 * scale)

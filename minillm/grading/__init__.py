@@ -3,7 +3,8 @@
 from minillm.grading.answer import Answer, Evidence, ask, captured, moved_bytes, needs_triton, refuses
 from minillm.grading.catalog import exercise
 from minillm.grading.errors import NotGraded, NotWritten, Wrong
-from minillm.grading.models import PROMPT, example_model
+from minillm.grading.guesses import judge_guesses
+from minillm.grading.models import PROMPT, continued, example_model
 from minillm.grading.notebook import check
 
 __all__ = [
@@ -16,8 +17,10 @@ __all__ = [
     "ask",
     "captured",
     "check",
+    "continued",
     "example_model",
     "exercise",
+    "judge_guesses",
     "moved_bytes",
     "needs_triton",
     "refuses",

@@ -55,6 +55,15 @@ class Mutant:
         return solution
 
 
+def changed(code: str, *changes: tuple[str, str]) -> str:
+    """An answer of another build, with these changes (old, new). Raises `ValueError` where an old part is not there once."""
+    for old, new in changes:
+        if code.count(old) != 1:
+            raise ValueError(f"{old!r} stands {code.count(old)} times in the answer, not once.")
+        code = code.replace(old, new)
+    return code
+
+
 def _places(text: str, part: str, start: int, end: int) -> list[int]:
     found = []
     while (start := text.find(part, start, end)) >= 0:
