@@ -99,8 +99,9 @@ def percentiles(values: Sequence[float], marks: Mapping[str, float]) -> Picture:
     return figure
 
 
-def roofline(ceilings: Ceilings, points: Mapping[str, float], low: float = 0.2, high: float = 5000) -> Picture:
+def roofline(ceilings: Ceilings, points: Mapping[str, float]) -> Picture:
     """The roof of `ceilings` (grey where unreachable) and named intensities (FLOP/byte) standing on it."""
+    low, high = 0.2, 5000  # FLOP/byte
     figure, axes = picture(f"the roofline of {ceilings.device}, with " + ", ".join(points) + " on it", 3.9)
     x = np.geomspace(low, high, 200)
     roof = np.array([ceilings.attainable(v) for v in x])

@@ -63,8 +63,9 @@ def attention_weights(weights: np.ndarray, pieces: Sequence[str]) -> Picture:
     return result
 
 
-def rotations(head_dim: int, theta: float, pairs: Sequence[int] = (0, 4, 8, 16), positions: int = 8) -> Picture:
-    """What RoPE does to four pairs of a head's numbers: each turns with the position, the first pair fastest."""
+def rotations(head_dim: int, theta: float, pairs: Sequence[int] = (0, 4, 8, 16)) -> Picture:
+    """What RoPE does to some pairs of a head's numbers: each turns with the position, the first pair fastest."""
+    positions = 8
     result, all_axes = picture("hands that turn by one angle a position, fast for the first pair, slowly for later ones", 1.9,
                                ncols=len(pairs))  # fmt: skip
     for axes, pair in zip(all_axes, pairs, strict=True):
@@ -123,13 +124,13 @@ def triangle(prompt: int, new: int) -> Picture:
     return result
 
 
-def cost(config: ModelConfig, longest: int = 100_000) -> Picture:
+def cost(config: ModelConfig) -> Picture:
     """FLOPs of naive generation against length, both logarithmic, and where the cubic term overtakes the square."""
     P, A, L = config.matmul_params, config.n_heads * config.head_dim, config.n_layers
     crossover = 3 * P / (4 * A * L)
     alt = f"FLOPs of naive generation of {config.name}: slope 2, from {crossover:,.0f} tokens on slope 3"
     result, axes = picture(alt, height=3.4)
-    n = np.geomspace(16, longest, 200)
+    n = np.geomspace(16, 100_000, 200)
     linear, attention = P * n**2, 4 / 3 * A * L * n**3
     axes.plot(n, linear + attention, color=DARK, linewidth=2.2, label="naive: sum of both")
     axes.plot(n, linear, color=BLUE, linestyle="--", label="linear layers, P n²")
