@@ -5,6 +5,14 @@ import subprocess
 import sys
 from typing import Protocol
 
+# Tests that run in the background of a shell inherit a SIGINT that is ignored: Ctrl-C is to be heard all the same.
+MAIN = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from minillm.cli import main
+sys.exit(main())
+"""
+
 
 class Run(Protocol):
     """Runs a command in this process: its exit status, standard output and standard error."""
@@ -14,7 +22,7 @@ class Run(Protocol):
 
 def process(*argv: str, **kwargs: object) -> subprocess.Popen[str]:
     """A command in a process of its own, begun and not waited for."""
-    command = [sys.executable, "-c", "import sys; from minillm.cli import main; sys.exit(main())", *argv]
+    command = [sys.executable, "-c", MAIN, *argv]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
     return subprocess.Popen(command, **options | kwargs)
