@@ -158,9 +158,9 @@ def generate(
     """Answer all prompts, `max_batch` at a time, each leaving its slot to the next one as soon as it is done.
 
     `max_new_tokens` is one limit or one a prompt, `on_token` is called with the index of a prompt and its token; a `Request`
-    among the prompts has settings of its own. `max_cache_tokens` bounds what the running ones may keep all together. Answers
-    come in the order of the prompts, their times count from this call. Raises `UsageError` for a request that cannot run,
-    before any runs.
+    among the prompts has settings of its own, so where all are `Request`s the limit is left out. `max_cache_tokens` bounds what
+    the running ones may keep all together. Answers come in the order of the prompts, their times count from this call. Raises
+    `UsageError` for a request that cannot run, before any runs.
     """
     check_max_batch(max_batch)
     rows = rows_of(model, requests_of(prompts, max_new_tokens, sampler, stop_tokens, on_token))

@@ -86,8 +86,8 @@ def generate(
     """Answer the prompts in batches of `max_batch` in their order (None: all at once), each until its longest answer ends.
 
     `max_new_tokens` is one limit or one a prompt, `on_token` is called with the index of a prompt and its token; a `Request`
-    among the prompts has settings of its own. Times count from this call. Raises `UsageError` for a request that cannot run,
-    before any runs.
+    among the prompts has settings of its own, so where all are `Request`s the limit is left out. Times count from this call.
+    Raises `UsageError` for a request that cannot run, before any runs.
     """
     rows = rows_of(model, requests_of(prompts, max_new_tokens, sampler, stop_tokens, on_token))
     size = len(rows) if max_batch is None else max_batch
