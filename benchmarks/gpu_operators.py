@@ -62,9 +62,8 @@ class Bench:
         return linear
 
     def rows_of(self, M: int, K: int) -> Tensor:
-        return torch.randn(M, K, device=self.device, generator=torch.Generator(self.device).manual_seed(1)).to(
-            self.dtype
-        )
+        generator = torch.Generator(self.device).manual_seed(1)
+        return torch.randn(M, K, device=self.device, generator=generator).to(self.dtype)
 
     def product(self, name: str, M: int, kernel: str) -> None:
         N, K = shapes_of(self.config)[name]
@@ -78,16 +77,8 @@ class Bench:
             nbytes = sum(t.nbytes for t in (*layer.parameters(), *layer.buffers()))
             layers = [layer, *(copy.deepcopy(layer) for _ in range(copies_of(nbytes, self.device) - 1))]
             figures = self.figures([partial(layer, x) for layer in layers], nbytes)
-            return {
-                "kind": "product",
-                "layer": name,
-                "kernel": kernel,
-                "M": M,
-                "N": N,
-                "K": K,
-                "error": error,
-                **figures,
-            }
+            about = {"kind": "product", "layer": name, "kernel": kernel, "M": M, "N": N, "K": K}
+            return {**about, "error": error, **figures}
 
         self.part.measure(f"{name} ({N} x {K}), {M} rows, {kernel}", work)
 

@@ -56,13 +56,8 @@ def draw_decode(figure: Figure, data: dict[str, Any]) -> None:
 def draw_operators(figure: Figure, data: dict[str, Any]) -> None:
     left, right = figure.subplots(1, 2)
     products = [row for row in data["rows"] if row["kind"] == "product" and row["M"] == 1]
-    bars(
-        left,
-        products,
-        "Products with one row",
-        [f"{r['layer']} {r['kernel']}" for r in products],
-        [None] * len(products),
-    )
+    names = [f"{r['layer']} {r['kernel']}" for r in products]
+    bars(left, products, "Products with one row", names, [None] * len(products))
     attention = [row for row in data["rows"] if row["kind"] == "attention"]
     names = [f"{r['batch']} x {r['context']}, {r['kernel']}" for r in attention]
     bars(right, attention, "Attention of one new token: batch x context", names, [None] * len(attention))

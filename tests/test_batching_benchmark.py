@@ -255,19 +255,8 @@ def test_it_says_what_misses_its_target_and_nothing_else() -> None:
 # --- the command -----------------------------------------------------------------------------------------------------
 
 SMALL = [
-    "--model",
-    "tiny",
-    "--device",
-    "cpu",
-    "--requests",
-    "3",
-    "--batches",
-    "1,2",
-    "--contexts",
-    "4,8",
-    "--steps",
-    "2",
-]
+    "--model", "tiny", "--device", "cpu", "--requests", "3", "--batches", "1,2", "--contexts", "4,8", "--steps", "2",
+]  # fmt: skip
 
 
 def test_the_command_writes_its_result_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,16 +19,15 @@ from helpers import one_thread as one_thread
 from minillm.errors import MinillmError
 from minillm.stages.triton_kernels import triton_is_here
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))  # as Python does for a script there
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))  # as Python does for a script there
 
-import gpu_counters  # noqa: E402
-import gpu_decode  # noqa: E402
-import gpu_kernels  # noqa: E402
-import gpu_operators  # noqa: E402
-import gpu_part  # noqa: E402
-import gpu_steps  # noqa: E402
-from gpu_part import Part  # noqa: E402
+import gpu_counters
+import gpu_decode
+import gpu_kernels
+import gpu_operators
+import gpu_part
+import gpu_steps
+from gpu_part import Part
 
 CPU = torch.device("cpu")
 needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
@@ -42,7 +41,7 @@ def arguments(folder: Path, **changed: Any) -> Namespace:
 
 def gpu_sh(folder: Path, *parts: str, **environment: str) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"PYTHON": sys.executable, "OUT": str(folder), "OMP_NUM_THREADS": "1"} | environment
-    command = ["bash", str(BENCHMARKS / "gpu.sh"), *parts]
+    command = ["bash", str(Path(gpu_part.__file__).with_name("gpu.sh")), *parts]
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=300)
 
 

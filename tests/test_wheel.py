@@ -35,7 +35,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     copy, target = tmp_path_factory.mktemp("clone"), tmp_path_factory.mktemp("wheel")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
-    for name in ("minillm", "tests", "exercises", "chapters"):
+    for name in ("minillm", "tests", "exercises", "chapters", "benchmarks"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     (copy / "minillm" / "data" / "notes.md").write_text("not for the wheel")
     subprocess.run([sys.executable, "-c", BUILD, str(target)], cwd=copy, check=True, capture_output=True, timeout=120)
