@@ -1,6 +1,7 @@
 """Batches: each row as if alone, whatever runs beside it or ran in its place; and a scheduler that is fair and bounded."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -22,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minillm.batch import Request, Row
+from minillm.batch import Request, Row, record
 from minillm.errors import MinillmError, UsageError
 from minillm.generation import Generation
 from minillm.model import Transformer
@@ -535,6 +536,53 @@ def test_gaps_are_closed_by_the_last_running_row(model: Transformer) -> None:
     assert scheduler.schedule() == [] and scheduler.running == []
 
 
+def test_a_new_request_takes_the_gap_that_a_move_would_have_to_close(model: Transformer) -> None:
+    scheduler = Scheduler(4, 20)
+    rows = [row_of(model, 6, 2, id=i) for i in range(5)]
+    for row in rows[:4]:
+        scheduler.submit(row)
+    scheduler.schedule()
+    scheduler.submit(rows[4])
+    rows[0].remaining = rows[3].remaining = 0
+    assert scheduler.schedule() == []  # in slot 3 it would leave slot 0 to be filled by copying its keys and values
+    assert scheduler.running == [rows[4], rows[1], rows[2]]
+
+
+@pytest.mark.parametrize("max_batch", [0, -1, 1.5])
+def test_a_scheduler_of_no_slots_is_refused(max_batch: Any) -> None:
+    with pytest.raises(UsageError, match="at least one request must run at a time"):
+        Scheduler(max_batch, 20)
+
+
+def test_the_host_reads_a_step_once_and_only_for_who_looks_on(
+    model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[str] = []
+
+    def reading(name: str) -> Callable[[Tensor], Any]:
+        original = getattr(Tensor, name)
+        return lambda tensor: [reads.append(name), original(tensor)][1]
+
+    def row(told: list[int] | None, finished: bool = False) -> Row:
+        row = Row(model, Request([1, 2], 5, on_token=None if told is None else told.append))
+        row.stopped = finished
+        return row
+
+    first, second = [], []
+    rows_and_reads = [
+        ([row(None), row(None)], []),
+        ([row(None), row(first), row(second)], ["tolist"]),
+        ([row([], finished=True), row(None)], []),
+    ]
+    for name in ("tolist", "__int__", "item"):
+        monkeypatch.setattr(Tensor, name, reading(name))
+    for rows, expected in rows_and_reads:
+        reads.clear()
+        record(rows, torch.arange(10, 10 + len(rows)))
+        assert reads == expected
+    assert (first, second) == ([11], [12])
+
+
 @pytest.mark.parametrize("place", ["prompts", "cache"])
 def test_a_request_that_can_never_fit_is_refused_before_any_runs(place: str, model: Transformer) -> None:
     seen: list[Any] = []
@@ -585,8 +633,11 @@ def test_a_step_attends_once_for_all_that_decode_and_once_more_for_each_prompt()
         for prompt in PROMPTS[2 : 2 + new_prompts]:
             engine.submit(Row(model, Request(prompt, 9)))
         cost = count(engine.step)
-        calls = sum(n for op, n in cost if op.name == "scaled_dot_product_attention")
-        assert calls == attentions * model.config.n_layers
+        calls = Counter[str]()
+        for op, n in cost:
+            calls[op.name] += n
+        assert calls["scaled_dot_product_attention"] == attentions * model.config.n_layers
+        assert (calls["index"] > 0) == (new_prompts > 0)  # last positions of prompts: nothing is picked while decoding
 
 
 def test_a_window_that_reaches_the_first_token_costs_nothing() -> None:
