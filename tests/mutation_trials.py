@@ -228,11 +228,11 @@ class Warm:
 
 
 def exchanged(mutant: Mutant, path: Path, existing: dict[tuple[str, int], list[FunctionType]]) -> bool:
-    """Give every function of the mutant's name the faulty code. False where only a new import can do that."""
+    """Give every function of the mutant's name, and those made in it, the faulty code. False where only a new import can."""
     codes = {(code.co_qualname, code.co_firstlineno): code for code in codes_of(compile(mutant.source, path, "exec"))}
     done = False
     for (name, line), functions in existing.items():
-        if name != mutant.function or (name, line) not in codes:
+        if not f"{name}.".startswith(f"{mutant.function}.") or (name, line) not in codes:
             continue
         for function in functions:
             if len(function.__code__.co_freevars) != len(codes[name, line].co_freevars):

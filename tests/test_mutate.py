@@ -35,6 +35,16 @@ def parts(n: int, size: int) -> list[int]:
     return [part for part in found if part]
 
 
+def times(factor: int):
+    def product(x: int) -> int:
+        return factor * x
+
+    return product
+
+
+DOUBLE = times(2)  # a function made while the module is imported
+
+
 class Counter:
     def __init__(self) -> None:
         self.n = 0
@@ -45,7 +55,7 @@ class Counter:
 '''
 WHOLE_TESTS = """
 import pytest
-from sums import Counter, ceiling, parts
+from sums import DOUBLE, Counter, ceiling, parts
 
 
 def test_ceiling():
@@ -61,6 +71,10 @@ def test_what_is_no_number():
 def test_parts():
     assert parts(5, 2) == [2, 2, 1]
     assert parts(4, 2) == [2, 2]
+
+
+def test_double():
+    assert DOUBLE(4) == 8
 
 
 def test_counter():
