@@ -9,7 +9,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-for-$(notdir $(PYTHON))
 
-.PHONY: env tour test notebooks stubs lint clean
+.PHONY: env tour test coverage notebooks stubs lint clean
 .DEFAULT_GOAL := tour
 
 env: $(STAMP)
@@ -29,6 +29,12 @@ tour: env
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 # two processes of one thread: most tests have no work for two
 
+coverage: env # of minillm/ by lines, processes that tests start included; takes longer than the tests alone
+	$(BIN)/python -m coverage erase
+	OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest -n 2
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report --fail-under=95
+
 lint: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -41,5 +47,5 @@ stubs: env # after a change in exercises/*/solution.py: the learner's files, the
 	$(BIN)/python -m minillm.grading --force
 
 clean:
-	rm -rf $(VENV) tour build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find minillm tests -name __pycache__ -type d -exec rm -rf {} +
+	rm -rf $(VENV) tour build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
+	find minillm tests benchmarks chapters exercises -name __pycache__ -type d -prune -exec rm -rf {} +
