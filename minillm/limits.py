@@ -41,13 +41,19 @@ def cpu_quotas(roots: Roots = ROOTS) -> list[float]:
 
 
 def memory_limits(roots: Roots = ROOTS) -> list[int]:
-    """Bytes that control groups still grant: the limit less what is in use."""
+    """Bytes that control groups still grant: the limit less what is in use.
+
+    A group counts files that were read as in use, though the system gives up those not looked at lately when memory is short.
+    """
     limits = []
     for folder in _groups("memory", roots):
         limit = _words(folder / "memory.max") or _words(folder / "memory.limit_in_bytes")
         used = _words(folder / "memory.current") or _words(folder / "memory.usage_in_bytes")
         if limit and used and limit[0].isdigit():
-            limits.append(max(0, int(limit[0]) - int(used[0])))
+            statistics = _words(folder / "memory.stat")
+            inactive = dict(zip(statistics[::2], statistics[1::2], strict=False))
+            files = int(inactive.get("total_inactive_file", inactive.get("inactive_file", 0)))  # of version 1, or of 2
+            limits.append(max(0, int(limit[0]) - max(0, int(used[0]) - files)))
     return limits
 
 

@@ -39,9 +39,24 @@ def test_quotas_of_control_groups(tmp_path: Path, membership: str, files: dict[s
     ("membership", "files", "granted"),
     [
         ("0::/\n", {"memory.max": "8000\n", "memory.current": "3000\n"}, [5000]),
+        (
+            "0::/\n",
+            {"memory.max": "8000\n", "memory.current": "3000\n", "memory.stat": "anon 9\ninactive_file 2000\n"},
+            [7000],
+        ),
+        ("0::/\n", {"memory.max": "8000\n", "memory.current": "3000\n", "memory.stat": "inactive_file 4000\n"}, [8000]),
         ("0::/\n", {"memory.max": "max\n", "memory.current": "3000\n"}, []),
         ("0::/\n", {"memory.max": "1000\n", "memory.current": "3000\n"}, [0]),
         ("5:memory:/x\n", {"memory/x/memory.limit_in_bytes": "90", "memory/x/memory.usage_in_bytes": "40"}, [50]),
+        (
+            "5:memory:/\n",
+            {
+                "memory/memory.limit_in_bytes": "90",
+                "memory/memory.usage_in_bytes": "40",
+                "memory/memory.stat": "inactive_file 5\ntotal_inactive_file 30\n",  # its own, and with the groups in it
+            },
+            [80],
+        ),
     ],
 )
 def test_memory_that_control_groups_grant(
