@@ -39,8 +39,8 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = N
     return F.scaled_dot_product_attention(rows, k, v, attn_mask=visible).reshape(B, Hq, 1, D)
 
 
-# `positions` is that of `KVCache`, stands in `LatentCache` once more, and `StaticKVCache` begins so: each chapter's cache can be
-# read by itself, without a base class in another file. What one of them learns, the others must.
+# `positions` is that of `KVCache`, stands in `LatentCache` once more, and `StaticKVCache` begins so: each chapter's cache can
+# be read by itself, without a base class in another file. What one of them learns, the others must.
 class GroupedKVCache:
     """Keys and values of up to `capacity` tokens of each of B sequences, one for each *KV* head, filled from the left.
 
