@@ -4,12 +4,14 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import SHAPES, assert_same_logits, lively_model, logits_whole, random_prompt, wide
 from torch import Tensor, nn
 
 from minillm.config import KNOWN_MODELS, ModelConfig, llama3_rope_factors
 from minillm.errors import MinillmError
 from minillm.model import RotaryEmbedding, Transformer, rotate
+from minillm.stages import naive
 from minillm.stages.kv_cache import KVCache
 from minillm.stages.naive import NoCache, causal_attention
 
@@ -188,6 +190,11 @@ def test_frequencies_move_with_the_device() -> None:
     torch.testing.assert_close(model.rope.frequencies, torch.cat([-expected, expected]), rtol=1e-6, atol=0)
 
 
+def test_frequencies_follow_from_the_configuration_and_are_no_weights() -> None:
+    model = lively_model(SHAPES["llama"])
+    assert model.state_dict().keys() == dict(model.named_parameters(remove_duplicate=False)).keys()
+
+
 def test_llama3_factors_divide_the_frequencies() -> None:
     config = SHAPES["llama3"]
     plain, scaled = RotaryEmbedding(wide(config, rope_factors=None)), RotaryEmbedding(config)
@@ -241,6 +248,47 @@ def test_causal_attention_equals_explicit_softmax(T: int, window: int | None) ->
     torch.testing.assert_close(
         causal_attention(q, k, v, window), explicit_attention(q, k, v, window), rtol=0, atol=1e-13
     )
+
+
+@pytest.mark.parametrize(
+    ("T", "window", "is_masked"),
+    [(1, None, False), (1, 7, False), (1, 6, True), (7, None, False), (7, 7, False), (7, 6, True), (3, None, True)],
+)
+def test_a_mask_is_made_only_for_what_the_causal_kernel_would_show(
+    T: int, window: int | None, is_masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    masks: list[Tensor | None] = []
+
+    def watched(*tensors: Tensor, attn_mask: Tensor | None = None, **options: bool) -> Tensor:
+        masks.append(attn_mask)
+        return attend(*tensors, attn_mask=attn_mask, **options)
+
+    attend = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    causal_attention(normal(1, 2, T, 8), normal(1, 2, 7, 8), normal(1, 2, 7, 8), window)
+    assert [mask is not None for mask in masks] == [is_masked]
+
+
+@pytest.mark.parametrize("B", [1, 3, 9])
+def test_key_heads_are_shared_by_neighbouring_query_heads_however_many_rows_there_are(B: int) -> None:
+    q, k, v = (normal(B, heads, 5, 8, seed=heads, dtype=torch.float64) for heads in (6, 2, 2))
+    expected = explicit_attention(q, k.repeat_interleave(3, dim=1), v.repeat_interleave(3, dim=1), None)
+    torch.testing.assert_close(causal_attention(q, k, v), expected, rtol=0, atol=1e-13)
+
+
+def test_without_a_cache_each_query_head_reads_a_copy_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is what the first stage costs, and what `gqa` saves: the values would be the same."""
+    shapes = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        shapes.extend([q.shape, k.shape, v.shape])
+        return q
+
+    monkeypatch.setattr(naive, "causal_attention", attend)
+    model = lively_model(SHAPES["llama"])
+    model(torch.tensor([[1, 2, 3]]), NoCache(model))
+    c = model.config
+    assert set(shapes) == {(1, c.n_heads, 3, c.head_dim)} and c.n_kv_heads < c.n_heads
 
 
 @pytest.mark.parametrize("T", [1, 4, 7])

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from minillm import stages
 from minillm.errors import MinillmError, UsageError
-from minillm.generation import Generation
+from minillm.generation import Generation, Recorder
 from minillm.model import Transformer
 from minillm.sampling import Sampler, greedy
 from minillm.stages import gqa, kv_cache, naive
@@ -357,9 +357,21 @@ def test_on_token_gets_every_token_in_order_as_it_comes(generate: Stage, model: 
 @every_stage
 @pytest.mark.parametrize("n", [1, 2, 17])
 def test_times_increase_and_there_is_one_a_token(generate: Stage, n: int, model: Transformer) -> None:
+    start = time.perf_counter()
     generation = generate(model, random_prompt(5, 97), n)
+    elapsed = time.perf_counter() - start
     assert len(generation) == len(generation.tokens) == len(generation.times) == n
-    assert all(a < b for a, b in zip([0.0, *generation.times], generation.times, strict=False))
+    assert all(a < b for a, b in zip([0.0, *generation.times], [*generation.times, elapsed], strict=True))
+
+
+def test_one_stage_is_launched_and_the_others_wait_for_the_host() -> None:
+    assert [name for name, stage in stages.STAGES.items() if stage.launched] == ["kernels"]
+    assert not stages.Stage(gqa.generate, gqa.run).launched  # a stage of one's own
+
+
+def test_a_request_that_has_not_begun_has_no_tokens_and_no_times() -> None:
+    generation = Recorder(torch.device("cpu")).finish()
+    assert generation.tokens == generation.times == [] and len(generation) == 0
 
 
 @every_stage
