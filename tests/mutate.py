@@ -27,7 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from mutation_trials import Outcome, prepare, try_modules
-from mutations import Mutant, is_prose, mutants
+from mutations import Mutant, does_nothing, mutants
 
 ROOT = Path(__file__).parents[1]
 EQUIVALENTS = ROOT / "tests" / "mutation_equivalents.toml"
@@ -173,7 +173,7 @@ def digest(source: str) -> str:
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(body := getattr(node, "body", None), list):
-            node.body = [child for child in body if not is_prose(child)]  # type: ignore[attr-defined]
+            node.body = [child for child in body if not does_nothing(child)]  # type: ignore[attr-defined]
     return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:12]
 
 

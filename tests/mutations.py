@@ -89,7 +89,7 @@ class _Finder:
     def _body(self, body: list[ast.stmt], prefix: str) -> Iterator[Mutant]:
         """Statements of a module, a class or a function; prefix is the qualified name of what they stand in."""
         for statement in body:
-            if is_prose(statement):
+            if does_nothing(statement):
                 continue
             match statement:
                 case ast.Import() | ast.ImportFrom():
@@ -249,12 +249,12 @@ class _Finder:
         return Mutant(self.lines[first].strip(), change, source, node.lineno, self.touches, self.function)
 
 
-def is_prose(statement: ast.AST) -> bool:
-    """Whether this is a docstring, or another text that stands alone."""
+def does_nothing(statement: ast.AST) -> bool:
+    """Whether this is a docstring, or another text or dots that stand alone."""
     return (
         isinstance(statement, ast.Expr)
         and isinstance(statement.value, ast.Constant)
-        and isinstance(statement.value.value, str)
+        and (isinstance(statement.value.value, str) or statement.value.value is ...)
     )
 
 

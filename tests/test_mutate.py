@@ -100,6 +100,7 @@ def changes(source: str) -> list[str]:
         ("x = [a for a in b if a]", ["a -> not a"]),
         ("x = a + b", ["a + b -> a - b"]),
         ("x = a + 'text'", []),
+        ("def f(): ...", []),
         ("x = a + 7", ["a + 7 -> a - 7", "a + 7 -> a + 8", "a + 7 -> a + 6"]),
         ("x = a.sum(dim=-1)", ["dim=-1 -> dim=0", "dim=-1 -> dim=-2"]),
         ("x = a[..., :n]", [":n -> :n + 1", ":n -> :n - 1"]),
