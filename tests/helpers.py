@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 import torch
@@ -149,7 +148,3 @@ def chi_square_z(statistic: float, df: int) -> float:
 
 def is_one_sentence(message: str) -> bool:
     return "\n" not in message and message.endswith(".") and len(message) > 20 and "Traceback" not in message
-
-
-def wide(config: ModelConfig, **changes: object) -> ModelConfig:
-    return replace(config, **changes)  # type: ignore[arg-type]

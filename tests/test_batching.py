@@ -17,7 +17,6 @@ from helpers import (
     lively_model,
     one_thread,  # noqa: F401 (a fixture)
     random_prompt,
-    wide,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -182,11 +181,11 @@ def test_every_batch_size_gives_the_same_text(
 @both
 @pytest.mark.parametrize("window", [1, 3, 8, 64])
 def test_a_window_slides_in_each_row_by_itself(generate: Any, window: int) -> None:
-    model = lively_model(wide(SHAPES["mistral"], sliding_window=window), dtype=torch.float64)
+    model = lively_model(replace(SHAPES["mistral"], sliding_window=window), dtype=torch.float64)
     expected = [alone(model, prompt, 20) for prompt in PROMPTS]
     assert texts(generate(model, PROMPTS, 20, max_batch=4)) == expected
     assert texts(generate(model, PROMPTS[3:5], 20)) == expected[3:5]  # of one length
-    wider = lively_model(wide(SHAPES["mistral"], sliding_window=window + 1), dtype=torch.float64)
+    wider = lively_model(replace(SHAPES["mistral"], sliding_window=window + 1), dtype=torch.float64)
     assert (texts(generate(wider, PROMPTS, 20)) != expected) == (window < 64)  # that one more would show
 
 
@@ -379,7 +378,7 @@ def test_fresh_memory_full_of_nan_changes_nothing(generate: Any, models: Any) ->
 @pytest.fixture(scope="module")
 def poisonous() -> Transformer:
     """A model whose token 0 overflows: a request that holds it has keys and values that are no numbers."""
-    model = lively_model(wide(SHAPES["llama"], tied_embeddings=False), dtype=torch.float64)
+    model = lively_model(replace(SHAPES["llama"], tied_embeddings=False), dtype=torch.float64)
     model.embed.weight[0] = math.nan
     return model
 
@@ -703,7 +702,7 @@ def trace() -> list[tuple[list[int], int]]:
 def test_200_requests_take_at_most_five_percent_more_steps_than_the_ideal(
     max_batch: int, trace: list[tuple[list[int], int]]
 ) -> None:
-    model = lively_model(wide(SHAPES["llama"], n_layers=1))
+    model = lively_model(replace(SHAPES["llama"], n_layers=1))
     prompts, limits = [prompt for prompt, _ in trace], [limit for _, limit in trace]
     ideal = max(math.ceil(sum(limits) / max_batch), max(limits))
     with Steps(model) as steps:

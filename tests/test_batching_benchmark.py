@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,6 @@ from helpers import (
     is_one_sentence,
     lively_model,
     one_thread,  # noqa: F401 (a fixture)
-    wide,
 )
 from rich.console import Console
 
@@ -82,7 +82,7 @@ def test_the_trace_is_the_same_in_every_run_and_spreads_10_to_1(trace: batching_
 
 
 def test_steps_are_the_passes_of_the_model_and_answers_agree(trace: batching_trace.Trace) -> None:
-    model = lively_model(wide(LLAMA, n_layers=1, vocab_size=320))
+    model = lively_model(replace(LLAMA, n_layers=1, vocab_size=320))
     result = batching_trace.measure_trace(quiet(1), model, trace)
     limits = trace.limits
     static = sum(max(limits[i : i + 16]) for i in range(0, 200, 16))  # each batch lasts as long as its longest answer
@@ -138,7 +138,7 @@ def test_a_step_of_a_batch_is_counted_predicted_and_shared_among_users(
     monkeypatch.setattr(batching_steps, "lockstep_seconds", lambda model, prompts, steps: next(times))
     _, tokenizer = minillm.load("tiny", "cpu")
     result = batching_steps.measure_batches(
-        quiet(3), lively_model(wide(LLAMA, vocab_size=320)), tokenizer, [1, 4], steps=6
+        quiet(3), lively_model(replace(LLAMA, vocab_size=320)), tokenizer, [1, 4], steps=6
     )
     one, four = result["rows"]
     assert meter.samples == 6  # before each run
@@ -147,7 +147,7 @@ def test_a_step_of_a_batch_is_counted_predicted_and_shared_among_users(
     assert (four["tokens_per_s"], four["tokens_per_s_per_user"]) == pytest.approx((20, 5))
     for B, row in ((1, one), (4, four)):
         # The first of 6 steps attends over the 40 tokens of the prompt and a new one, the last over 46.
-        assert row["flops"] == step_flops(wide(LLAMA, vocab_size=320), B, mean_context=43.5)
+        assert row["flops"] == step_flops(replace(LLAMA, vocab_size=320), B, mean_context=43.5)
         assert row["predicted_s"] >= max(row["flops"] / CEILINGS.peak, row["bytes"] / CEILINGS.bandwidth)
         assert row["ratio"] == pytest.approx(0.2 / row["predicted_s"])
         assert row["intensity"] == pytest.approx(row["flops"] / row["bytes"])
@@ -176,7 +176,7 @@ def test_a_step_after_a_context_is_counted_over_all_of_it(meter: FixedMeter, mon
     variants = [("kv_cache", 2), ("gqa", 6), ("gqa", 2), ("gqa", 1)]
     assert list(rows) == [(S, *variant) for S in (10, 100) for variant in variants]  # each context's variants in turns
     for (S, stage, kv_heads), row in rows.items():
-        assert row["flops"] == step_flops(wide(LLAMA, n_kv_heads=kv_heads), 1, mean_context=S + 2.5)
+        assert row["flops"] == step_flops(replace(LLAMA, n_kv_heads=kv_heads), 1, mean_context=S + 2.5)
         kept = 6 if stage == "kv_cache" else kv_heads
         assert row["cache_bytes"] == 2 * LLAMA.n_layers * kept * S * LLAMA.head_dim * 4
     assert meter.samples == 2

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from helpers import (
     lively_model,
     one_thread,  # noqa: F401 (a fixture)
     random_prompt,
-    wide,
 )
 from rich.console import Console
 
@@ -119,7 +119,7 @@ def test_precisions_are_what_they_are_called_and_what_cannot_be_made_is_left_out
         "int4 g32, head int8": ("FastInt4Linear", "FastInt8Linear"),
         "w8a8": ("FastW8A8Linear", "FastW8A8Linear"),
     }
-    broad = lively_model(wide(CONFIG, d_model=64, n_heads=8), dtype=torch.bfloat16)
+    broad = lively_model(replace(CONFIG, d_model=64, n_heads=8), dtype=torch.bfloat16)
     large = precisions.make_quantized(Console(quiet=True), broad, precisions.TWINS)
     assert large["int4 g64, head int8"].blocks[0].attention.qkv.group_size == 64
     for name, model in made.items():  # what is counted has the bytes of what is run
@@ -252,7 +252,7 @@ def test_in_fp32_an_answer_that_is_not_the_plain_one_is_refused(
 
 def test_the_text_that_is_repeated_ends_where_every_model_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     _, tokenizer = minillm.load("tiny", "cpu")
-    models = [lively_model(wide(CONFIG, max_positions=400)) for _ in range(2)]
+    models = [lively_model(replace(CONFIG, max_positions=400)) for _ in range(2)]
     answers, asked = iter([[1] * 30, [1] * 20]), []
 
     def invented(model: Transformer, prompt: list[int], n: int, stop_tokens: Any) -> list[int]:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,6 @@ from helpers import (
     logits_whole,
     one_thread,  # noqa: F401 (a fixture)
     random_prompt,
-    wide,
 )
 
 from minillm.config import known_model
@@ -32,7 +32,7 @@ from engines import Compiled, Minillm, Quantized, Transformers, is_installed, ll
 needs_transformers = pytest.mark.skipif(not is_installed("transformers"), reason="transformers is not installed")
 
 LLAMAS = {
-    "llama": wide(SHAPES["llama"], n_heads=4),  # transformers wants heads that divide the width
+    "llama": replace(SHAPES["llama"], n_heads=4),  # transformers wants heads that divide the width
     "multi-query": SHAPES["multi-query"],
     "multi-head": SHAPES["multi-head"],
 }

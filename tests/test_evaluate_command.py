@@ -1,13 +1,14 @@
 """`minillm evaluate`: the table of what quantization does, for any checkpoint, text and choice of schemes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from command_helpers import Run, assert_one_sentence
-from helpers import SHAPES, lively_model, one_thread, wide  # noqa: F401
+from helpers import SHAPES, lively_model, one_thread  # noqa: F401
 
 from minillm.evaluation import compare, prose
 from minillm.model import Transformer
@@ -18,7 +19,7 @@ from minillm.stages.quantizers import dequantize_int4, group_int4
 from minillm.tokenizer_sources import byte_tokenizer
 
 # 4 query heads on 1 KV head of 16: qkv (96, 64), o (64, 64), gate and up (256, 64), down (64, 128); head (256, 64).
-CONFIG = wide(SHAPES["multi-query"], d_model=64, d_ff=128, head_dim=16, vocab_size=256, max_positions=300)
+CONFIG = replace(SHAPES["multi-query"], d_model=64, d_ff=128, head_dim=16, vocab_size=256, max_positions=300)
 HEAD = 256 * 64
 LINEARS = 2 * (96 * 64 + 64 * 64 + 256 * 64 + 64 * 128) + HEAD  # weights of the linear layers
 OUTPUTS = 2 * (96 + 64 + 256 + 64) + 256  # and their rows

@@ -1,11 +1,12 @@
 """The protocol that scores a model on a text: closed forms, and float64 written from the definitions."""
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from helpers import SHAPES, is_one_sentence, lively_model, logits_whole, random_prompt, wide
+from helpers import SHAPES, is_one_sentence, lively_model, logits_whole, random_prompt
 from helpers import one_thread as one_thread
 
 from minillm.errors import MinillmError, UsageError
@@ -93,7 +94,7 @@ def test_the_text_is_plain_english_of_some_1200_words() -> None:
 
 
 def test_what_cannot_be_scored_is_refused_in_one_sentence(model: Transformer) -> None:
-    larger = lively_model(wide(SHAPES["llama3"], vocab_size=V + 1))
+    larger = lively_model(replace(SHAPES["llama3"], vocab_size=V + 1))
     for call in (
         partial(perplexity, model, []),
         partial(perplexity, model, [3]),

@@ -1,6 +1,7 @@
 """Grouped-query attention without expansion: the same function, a head map of its own, and conversions between head counts."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,6 @@ from helpers import (
     one_thread,  # noqa: F401 (a fixture)
     random_prompt,
     rounding,
-    wide,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -133,12 +133,12 @@ def test_greedy_tokens_equal_naive_ones(shape: str) -> None:
 
 @pytest.mark.parametrize("window", [1, 2, 5, 12, 13, 40])
 def test_a_window_counts_the_new_token_itself(window: int) -> None:
-    model = lively_model(wide(SHAPES["mistral"], sliding_window=window), dtype=torch.float64)
+    model = lively_model(replace(SHAPES["mistral"], sliding_window=window), dtype=torch.float64)
     tokens = torch.tensor([random_prompt(30, 97)])
     expected = logits_whole(model, tokens)
     for size in (1, 7, 30):
         assert_same_logits(logits_through(model, tokens, GroupedKVCache(model, 30), size), expected)
-    other = lively_model(wide(SHAPES["mistral"], sliding_window=window + 1), dtype=torch.float64)
+    other = lively_model(replace(SHAPES["mistral"], sliding_window=window + 1), dtype=torch.float64)
     if window < 30:  # that one more or less would show
         actual = logits_through(other, tokens, GroupedKVCache(other, 30), size=1)
         assert (actual - expected).abs().max() > 1e3 * rounding(torch.float64, expected.abs().max().item())
@@ -185,10 +185,10 @@ def test_it_takes_g_times_less_memory_than_one_key_a_query_head(shape: str) -> N
 # --- Another number of KV heads --------------------------------------------------------------------------------------
 
 CONVERTIBLE = {
-    "llama": wide(SHAPES["llama"], n_heads=12, n_kv_heads=4),
-    "biased": wide(SHAPES["qwen2"], n_heads=8, n_kv_heads=4),
-    "normed": wide(SHAPES["qwen3"], n_heads=8, n_kv_heads=4),
-    "windowed": wide(SHAPES["mistral"], n_heads=8, n_kv_heads=4),
+    "llama": replace(SHAPES["llama"], n_heads=12, n_kv_heads=4),
+    "biased": replace(SHAPES["qwen2"], n_heads=8, n_kv_heads=4),
+    "normed": replace(SHAPES["qwen3"], n_heads=8, n_kv_heads=4),
+    "windowed": replace(SHAPES["mistral"], n_heads=8, n_kv_heads=4),
 }
 every_convertible = pytest.mark.parametrize("config", CONVERTIBLE.values(), ids=CONVERTIBLE)
 
@@ -266,7 +266,7 @@ def test_a_converted_model_shares_nothing_with_the_original(config: ModelConfig,
 
 
 def test_tied_embeddings_stay_tied() -> None:
-    model = with_kv_heads(lively_model(wide(SHAPES["llama"], tied_embeddings=True)), 1)
+    model = with_kv_heads(lively_model(replace(SHAPES["llama"], tied_embeddings=True)), 1)
     assert model.head.weight is model.embed.weight
 
 

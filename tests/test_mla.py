@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ from helpers import (
     logits_through,
     one_thread,  # noqa: F401 (a fixture)
     random_prompt,
-    wide,
 )
 from test_no_sync import watch
 from torch import Tensor
@@ -166,7 +166,7 @@ def test_random_model_is_the_same_for_a_seed_and_takes_nothing_from_others() -> 
 def test_random_weights_have_the_size_that_keeps_activations_as_they_are() -> None:
     # 1 / sqrt(columns), and for what is added to the residual stream another 1 / sqrt(2 L). Of n normal numbers the standard
     # deviation is right to 1 / sqrt(2 n): at most 2.5 % here, and seven of those at n = 800.
-    config = wide(SHAPES["query latent"], d_model=128, n_layers=3)
+    config = replace(SHAPES["query latent"], d_model=128, n_layers=3)
     for block in random_latent_model(config).blocks:
         for name, parameter in block.attention.named_parameters():
             if "norm" in name:
@@ -229,7 +229,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Transformer]]:
     transformers = pytest.importorskip("transformers")
     family = request.param.split(",")[0]
     q_rank = None if request.param == "DeepseekV2" else 24
-    config = wide(SHAPES["one query matrix"], norm_eps=1e-6, q_rank=q_rank)
+    config = replace(SHAPES["one query matrix"], norm_eps=1e-6, q_rank=q_rank)
     settings = getattr(transformers, family + "Config")(
         vocab_size=VOCAB, hidden_size=36, intermediate_size=48, num_hidden_layers=3, num_attention_heads=6,
         num_key_value_heads=6, max_position_embeddings=192, first_k_dense_replace=3, rms_norm_eps=1e-6,
@@ -278,7 +278,7 @@ def test_bytes_per_token_of_the_known_shapes() -> None:
 @pytest.mark.parametrize("name", KNOWN_LATENT_SHAPES)
 @both_forms
 def test_the_cache_takes_those_bytes_in_either_form(name: str, absorbed: bool) -> None:
-    config = wide(KNOWN_LATENT_SHAPES[name], d_ff=1, vocab_size=2)  # attention is what is looked at
+    config = replace(KNOWN_LATENT_SHAPES[name], d_ff=1, vocab_size=2)  # attention is what is looked at
     model = random_latent_model(config, device="meta", dtype=torch.bfloat16)
     cache = LatentCache(model, capacity=1000, batch=2, absorbed=absorbed)
     tensors = [value for value in vars(cache).values() if isinstance(value, Tensor)]
@@ -376,7 +376,7 @@ def test_a_stage_of_keys_and_values_refuses_latents(shape: str, run: Any, models
 def test_an_impossible_shape_is_refused(change: dict[str, Any]) -> None:
     words = "must be at least 1" if min(change.values()) < 1 else "has one KV head, and no q/k norm, bias or window"
     with pytest.raises(MinillmError, match=words) as error:
-        wide(SHAPES["one query matrix"], **change)
+        replace(SHAPES["one query matrix"], **change)
     assert is_one_sentence(str(error.value))
 
 
@@ -406,7 +406,7 @@ def attention_cost(
     dtype: Any = torch.bfloat16,
 ) -> Cost:
     """Attention of one layer: T new tokens, S in all."""
-    model = random_latent_model(wide(config, n_layers=1, d_ff=1, vocab_size=2), device=device, dtype=dtype)
+    model = random_latent_model(replace(config, n_layers=1, d_ff=1, vocab_size=2), device=device, dtype=dtype)
     cache = LatentCache(model, S, B, absorbed)
     cache.length = S
     q = torch.zeros(B, config.n_heads, T, config.d_qk, dtype=dtype, device=device)

@@ -1,11 +1,12 @@
 """The parts of the transformer, each against a float64 computation written from its definition."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import SHAPES, assert_same_logits, lively_model, logits_whole, random_prompt, wide
+from helpers import SHAPES, assert_same_logits, lively_model, logits_whole, random_prompt
 from torch import Tensor, nn
 
 from minillm.config import KNOWN_MODELS, ModelConfig, llama3_rope_factors
@@ -66,7 +67,7 @@ def test_rmsnorm_in_fp16_survives_values_whose_squares_do_not_fit() -> None:
 
 
 def test_norm_epsilon_is_the_one_of_the_configuration() -> None:
-    config = wide(SHAPES["qwen3"], norm_eps=0.25)
+    config = replace(SHAPES["qwen3"], norm_eps=0.25)
     for norm in norms_of(lively_model(config, dtype=torch.float64)):
         x = normal(3, norm.weight.shape[0], dtype=torch.float64)
         exact = x / (x.square().mean(-1, keepdim=True) + 0.25).sqrt() * norm.weight
@@ -152,7 +153,7 @@ def test_scores_depend_on_the_distance_of_positions_only(shift: int) -> None:
 
 
 def test_a_later_position_turns_pairs_counterclockwise() -> None:
-    config = wide(SHAPES["llama"], head_dim=2)
+    config = replace(SHAPES["llama"], head_dim=2)
     x = torch.tensor([1.0, 0.0]).view(1, 1, 1, 2)
     out = turned(x, torch.tensor([1]), config).flatten().tolist()
     assert out == pytest.approx([math.cos(1), math.sin(1)], rel=1e-6)
@@ -197,7 +198,7 @@ def test_frequencies_follow_from_the_configuration_and_are_no_weights() -> None:
 
 def test_llama3_factors_divide_the_frequencies() -> None:
     config = SHAPES["llama3"]
-    plain, scaled = RotaryEmbedding(wide(config, rope_factors=None)), RotaryEmbedding(config)
+    plain, scaled = RotaryEmbedding(replace(config, rope_factors=None)), RotaryEmbedding(config)
     assert config.rope_factors is not None
     ratio = (plain.frequencies / scaled.frequencies).tolist()
     assert ratio == pytest.approx(config.rope_factors * 2, rel=1e-6)
@@ -380,7 +381,7 @@ def test_forward_equals_the_definition_in_float64(shape: str) -> None:
 
 
 def test_a_tied_head_is_the_embedding() -> None:
-    model = Transformer(wide(SHAPES["llama"], tied_embeddings=True))
+    model = Transformer(replace(SHAPES["llama"], tied_embeddings=True))
     assert model.head.weight is model.embed.weight
     assert sum(p.numel() for p in model.parameters()) == model.config.parameter_count
     model = model.half()  # casting keeps the tie
@@ -388,7 +389,7 @@ def test_a_tied_head_is_the_embedding() -> None:
 
 
 def test_an_untied_head_has_its_own_weights() -> None:
-    model = Transformer(wide(SHAPES["llama"], tied_embeddings=False))
+    model = Transformer(replace(SHAPES["llama"], tied_embeddings=False))
     assert model.head.weight.data_ptr() != model.embed.weight.data_ptr()
     assert sum(p.numel() for p in model.parameters()) == model.config.parameter_count
 
@@ -434,7 +435,7 @@ def test_sixteen_bit_logits_stay_near_float32(dtype: torch.dtype, error: float) 
 @pytest.mark.parametrize("architecture", ["gemma3", "gpt2", "mixtral", ""])
 def test_an_unsupported_architecture_is_refused_by_name(architecture: str) -> None:
     with pytest.raises(MinillmError, match=f"llama-tiny is a {architecture} model; supported are llama, mistral"):
-        Transformer(wide(SHAPES["llama"], architecture=architecture))
+        Transformer(replace(SHAPES["llama"], architecture=architecture))
 
 
 def test_the_known_gemma_shape_is_refused() -> None:

@@ -2,11 +2,12 @@
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import PLAIN_STAGES, assert_same_logits, is_one_sentence, lively_model, logits_whole, random_prompt, wide
+from helpers import PLAIN_STAGES, assert_same_logits, is_one_sentence, lively_model, logits_whole, random_prompt
 from helpers import one_thread as one_thread
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -47,7 +48,7 @@ from minillm.stages.quantizers import (
 
 # Every width divides into groups of 32; the vocabulary divides by nothing, and is more than one row of a kernel's tile.
 CONFIG = ModelConfig("quantizable", 2, 64, 6, 2, 16, 96, 97, 192, tied_embeddings=True)
-UNTIED = wide(CONFIG, tied_embeddings=False, qkv_bias=True, architecture="qwen2")
+UNTIED = replace(CONFIG, tied_embeddings=False, qkv_bias=True, architecture="qwen2")
 U16 = 2.0**-8  # unit roundoff of bf16
 every_scheme = pytest.mark.parametrize("scheme", SCHEMES)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -230,7 +231,7 @@ def test_activations_of_a_row_are_rounded_by_that_row_alone(kind: type[Quantized
 
 def test_int8_of_a_width_that_the_kernel_would_read_beyond_takes_the_readable_layer() -> None:
     # With K = 24 the bf16 kernel of the CPU reads past the end of the row, and crashes or is silently wrong.
-    model = lively_model(wide(CONFIG, d_model=24, head_dim=8))
+    model = lively_model(replace(CONFIG, d_model=24, head_dim=8))
     kinds = {type(layer) for layer in quantize(model, "int8").modules() if isinstance(layer, QuantizedLinear)}
     assert kinds == {Int8Linear, FastInt8Linear}  # C = 24; F = 96 and Hq D = 48
 
@@ -329,7 +330,7 @@ def test_any_stage_runs_a_quantized_model(stage: object, scheme: str, model: Tra
 
 # --- Bytes ------------------------------------------------------------------------------------------------------------
 
-FULL = wide(CONFIG, vocab_size=96)  # no rows of padding
+FULL = replace(CONFIG, vocab_size=96)  # no rows of padding
 
 
 def stored_bytes(scheme: str, N: int, K: int, g: int = 32) -> int:
@@ -424,7 +425,7 @@ def test_the_kernel_of_fp8_is_left_to_shapes_that_it_takes() -> None:
     model = quantize(meta_twin(CONFIG, torch.bfloat16), "fp8")  # as on a GPU that has it: not so on the CPU
     assert type(model.head) is FP8Linear  # 97 rows
     assert type(model.blocks[0].mlp.down) is FastFP8Linear
-    narrow = quantize(meta_twin(wide(CONFIG, d_model=24, head_dim=8), torch.bfloat16), "fp8")
+    narrow = quantize(meta_twin(replace(CONFIG, d_model=24, head_dim=8), torch.bfloat16), "fp8")
     assert type(narrow.blocks[0].attention.qkv) is FP8Linear  # 24 columns
     assert type(quantize(lively_model(CONFIG), "fp8").blocks[0].mlp.down) is FP8Linear
     assert type(quantize(lively_model(CONFIG), "int8").head) is FastInt8Linear  # takes any number of rows
@@ -437,7 +438,7 @@ def test_readable_layers_move_more_bytes_than_no_quantization() -> None:
 
 
 def test_smaller_groups_are_closer_and_larger() -> None:
-    model = lively_model(wide(CONFIG, d_model=128, head_dim=32, n_heads=4, d_ff=128))
+    model = lively_model(replace(CONFIG, d_model=128, head_dim=32, n_heads=4, d_ff=128))
     tokens = random_prompt(60, 97)
     twins = [quantize(model, "int4", group_size=g) for g in (32, 64, 128)]
     kl = [compare(model, twin, tokens).kl for twin in twins]
@@ -469,7 +470,7 @@ def refused(kind: type[MinillmError], *args: object, **kwargs: object) -> str:
 def test_what_cannot_be_quantized_is_refused_in_one_sentence(model: Transformer) -> None:
     assert "int8, int4, w8a8, fp8" in refused(UsageError, model, "int5")
     assert "int5" in refused(UsageError, model, "int8", head="int5")
-    assert "48" in refused(UsageError, lively_model(wide(CONFIG, d_ff=48)), "int4")  # 48 columns of mlp.down
+    assert "48" in refused(UsageError, lively_model(replace(CONFIG, d_ff=48)), "int4")  # 48 columns of mlp.down
     assert "64 columns" in refused(UsageError, model, "int4", group_size=128)
     for group in (0, -32, 16, 96, 256, 32.5, None):
         assert "32, 64, 128" in refused(UsageError, model, "int4", group_size=group)

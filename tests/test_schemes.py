@@ -1,12 +1,13 @@
 """What quantization does to a checkpoint: copies in other dtypes, bits, speed, and weights that were stored in 4 bits."""
 
+from dataclasses import replace
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from helpers import SHAPES, lively_model, wide
+from helpers import SHAPES, lively_model
 from helpers import one_thread as one_thread
 
 from minillm import generation
@@ -43,7 +44,7 @@ def test_the_speed_is_one_token_in_the_median_gap_of_a_warm_run(monkeypatch: pyt
 
 
 def test_17_values_in_one_group_are_no_grid_of_4_bits() -> None:
-    model = lively_model(wide(SHAPES["multi-query"], d_ff=128))
+    model = lively_model(replace(SHAPES["multi-query"], d_ff=128))
     for block in model.blocks:
         block.mlp.down.weight.copy_(torch.arange(128) % 16)  # type: ignore[union-attr, operator]
     assert is_own_grid(model, 32)

@@ -4,6 +4,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -18,7 +19,6 @@ from helpers import (
     logits_whole,
     one_thread,  # noqa: F401 (a fixture)
     random_prompt,
-    wide,
 )
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -208,7 +208,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[Watched]:
 @every_lookahead
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 9])
 def test_prompt_and_answer_may_fill_the_positions_exactly(lookahead: int, n: int, watched: list[Watched]) -> None:
-    model = lively_model(wide(SHAPES["llama"], max_positions=24), dtype=torch.float64)
+    model = lively_model(replace(SHAPES["llama"], max_positions=24), dtype=torch.float64)
     prompt = random_prompt(24 - n + 1, V)
     expected = naive.generate(model, prompt, n).tokens
     for drafter in all_drafters(model, prompt + expected).values():
@@ -705,7 +705,7 @@ def test_a_mask_is_made_where_one_is_needed(
     held: list[int], new: list[int], window: int | None, needs_mask: bool
 ) -> None:
     # With a mask that hides nothing more the numbers are the same, and the fast kernels are not used.
-    cache = RollbackCache(lively_model(wide(SHAPES["llama"], sliding_window=window)), 9, batch=len(held))
+    cache = RollbackCache(lively_model(replace(SHAPES["llama"], sliding_window=window)), 9, batch=len(held))
     cache.lengths = held
     names = {op.name for op, _ in count(lambda: cache.extend(new))}
     assert any("masked_fill" in name for name in names) is needs_mask
@@ -722,7 +722,7 @@ def test_memory_full_of_nan_reaches_no_row(model: Transformer) -> None:
 @pytest.mark.parametrize("place", [0, 2])
 def test_a_guess_that_overflows_spoils_no_text(place: int) -> None:
     # In fp16 a sound model can overflow on one token. Refused, it stands behind the masks of this pass and of later ones.
-    model = lively_model(wide(SHAPES["llama"], tied_embeddings=False), dtype=torch.float16)
+    model = lively_model(replace(SHAPES["llama"], tied_embeddings=False), dtype=torch.float16)
     model.embed.weight[0] = math.inf
     prompts = [[1, 2, 3], [4, 5, 6, 7, 8, 9], [10]]
     expected = [naive.generate(model, prompt, 12).tokens for prompt in prompts]
@@ -900,7 +900,7 @@ def test_a_lookahead_longer_than_what_is_left_is_shortened(model: Transformer) -
 
 
 def test_drafters_that_do_not_fit_are_refused(model: Transformer) -> None:
-    other = lively_model(wide(SHAPES["llama"], vocab_size=96, name="other"))
+    other = lively_model(replace(SHAPES["llama"], vocab_size=96, name="other"))
     message = refused(UsageError, lambda: generate(model, [1], 4, drafter=ModelDrafter(other)))
     assert "96" in message
     assert "97" in message
@@ -908,7 +908,7 @@ def test_drafters_that_do_not_fit_are_refused(model: Transformer) -> None:
         UsageError, lambda: generate(model, [1], 4, drafter=ModelDrafter(lively_model(SHAPES["llama"]).to("meta")))
     )
     assert "on meta and the model on cpu" in message
-    short = lively_model(wide(SHAPES["llama"], max_positions=8))
+    short = lively_model(replace(SHAPES["llama"], max_positions=8))
     assert "has 8" in refused(UsageError, lambda: generate(model, [1] * 6, 4, drafter=ModelDrafter(short)))
     message = refused(UsageError, lambda: generate(model, [1], 4, drafter=model))  # type: ignore[arg-type]
     assert "drafter is a Transformer" in message

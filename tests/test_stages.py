@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -21,7 +22,6 @@ from helpers import (
     logits_whole,
     one_thread,  # noqa: F401 (a fixture)
     random_prompt,
-    wide,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -498,8 +498,8 @@ def test_a_seeded_sampler_runs_on_meta(stage: str) -> None:
 
 
 def test_a_window_as_long_as_the_sequence_is_no_window() -> None:
-    model = lively_model(wide(SHAPES["mistral"], sliding_window=12), dtype=torch.float64)
-    free = lively_model(wide(SHAPES["mistral"], sliding_window=None), dtype=torch.float64)
+    model = lively_model(replace(SHAPES["mistral"], sliding_window=12), dtype=torch.float64)
+    free = lively_model(replace(SHAPES["mistral"], sliding_window=None), dtype=torch.float64)
     tokens = torch.tensor([random_prompt(13, 97)])
     for n, same in ((11, True), (12, True), (13, False)):
         short = tokens[:, :n]

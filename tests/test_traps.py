@@ -4,6 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ from helpers import (
     logits_whole,
     one_thread,  # noqa: F401 (a fixture)
     random_prompt,
-    wide,
 )
 from torch import Tensor
 from traps import TRAPS
@@ -201,4 +201,4 @@ def test_a_gguf_file_may_say_that_it_has_no_window(window: int | None) -> None:
         metadata["llama.attention.sliding_window"] = window
     config = config_from_gguf(metadata, 97, tied=True, rope_factors=None, name="m")
     assert config.sliding_window == (window or None)
-    assert wide(config, sliding_window=None).sliding_window is None
+    assert replace(config, sliding_window=None).sliding_window is None
