@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minillm.batch import Request, Row, record
+from minillm.batch import Request, Row, choose, record
 from minillm.errors import MinillmError, UsageError
 from minillm.generation import Generation
 from minillm.model import Transformer
@@ -814,6 +814,19 @@ def test_limits_left_out_are_asked_for_unless_all_are_requests(generate: Any, mo
 @both
 def test_requests_without_ids_are_not_of_one_id(generate: Any, model: Transformer) -> None:
     assert len(generate(model, [Request([1], 2), Request([2], 2)])) == 2
+
+
+@pytest.mark.parametrize(("n", "passes"), [(15, 1), (16, 1), (17, 2)])
+def test_16_are_answered_at_a_time_unless_told_otherwise(n: int, passes: int, model: Transformer) -> None:
+    with Steps(model) as steps:
+        batching.generate(model, [[token] for token in range(n)], 1)
+    assert steps.n == passes
+
+
+def test_greedy_rows_are_chosen_all_at_once(model: Transformer) -> None:
+    rows = [Row(model, Request([1], 5)) for _ in range(3)]
+    logits = torch.randn(3, 97)
+    assert count(lambda: choose(rows, logits)).calls == count(lambda: greedy(logits)).calls
 
 
 @both

@@ -699,6 +699,7 @@ def test_a_cache_that_was_rolled_back_is_the_cache_that_never_saw_more(
         ([5, 4], [1, 1], None, True),
         ([5, 4], [1, 2], None, True),  # of equal length afterwards, and brought by different numbers
         ([0, 0], [3, 2], None, True),
+        ([0, 3], [4, 1], None, True),  # a whole prompt beside one token, which make the pass as wide as both are long
     ],
 )
 def test_a_mask_is_made_where_one_is_needed(
@@ -740,6 +741,14 @@ def test_an_empty_rollback_and_one_beyond_the_end_change_nothing(model: Transfor
     assert cache.lengths == [5]
     cache.roll_back([5])
     assert cache.lengths == [5]
+
+
+def test_rows_that_bring_nothing_repeat_their_last_tokens(model: Transformer) -> None:
+    cache = RollbackCache(model, 9, batch=2)
+    cache.extend([5, 3])
+    cache.extend([0, 0])
+    assert cache.lengths == [5, 3]
+    assert cache.positions(1).tolist() == [[4], [2]]
 
 
 def test_a_full_cache_says_so_in_one_sentence(model: Transformer) -> None:
