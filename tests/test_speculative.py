@@ -734,6 +734,24 @@ def test_a_guess_that_overflows_spoils_no_text(place: int) -> None:
     assert [answer.tokens for answer in generate_batch(model, prompts, 12, drafter=overflows)] == expected
 
 
+@pytest.mark.parametrize(
+    ("dtype", "new", "cleaned"),
+    [
+        (torch.float16, [3, 2], 2),
+        (torch.float16, [3, 3], 0),  # without a mask nothing is hidden that could come to light
+        (torch.float32, [3, 2], 0),  # whose range no guess leaves
+    ],
+)
+def test_keys_and_values_are_cleaned_where_a_guess_can_overflow_and_only_there(
+    dtype: torch.dtype, new: list[int], cleaned: int
+) -> None:
+    model = lively_model(SHAPES["llama"], dtype=dtype)
+    cache = RollbackCache(model, 9, batch=2)
+    cache.extend(new)
+    cost = count(lambda: model(torch.ones(2, 3, dtype=torch.int64), cache))
+    assert sum(n for op, n in cost if op.name == "nan_to_num") == cleaned * model.config.n_layers
+
+
 def test_an_empty_rollback_and_one_beyond_the_end_change_nothing(model: Transformer) -> None:
     cache = RollbackCache(model, 9)
     cache.extend([5])
