@@ -620,6 +620,12 @@ def test_temperature_0_and_top_k_1_are_greedy(model: Transformer) -> None:
             assert generate(model, prompt, 16, drafter=drafter, sampler=sampler).tokens == expected
 
 
+@pytest.mark.parametrize(("sampler", "draws"), [(greedy, False), (Sampler(0.0), False), (Sampler(0.01), True)])
+def test_only_who_draws_has_a_law_and_a_generator(sampler: Any, draws: bool, model: Transformer) -> None:
+    answer = Answer(Row(model, Request([1, 2], 5, sampler)), model.device)
+    assert (answer.sampler is not None) == (answer.generator is not None) == draws
+
+
 def test_greedy_acceptance_is_the_sampling_rule_with_all_chance_on_the_argmax() -> None:
     logits, generator = torch.randn(4, 5, generator=torch.Generator().manual_seed(0)), torch.Generator().manual_seed(1)
     p = torch.nn.functional.one_hot(greedy(logits), 5).float()
@@ -759,6 +765,16 @@ def test_an_empty_rollback_and_one_beyond_the_end_change_nothing(model: Transfor
     assert cache.lengths == [5]
     cache.roll_back([5])
     assert cache.lengths == [5]
+
+
+def test_a_decode_step_of_equal_lengths_loads_a_key_once_a_group(model: Transformer) -> None:
+    cache, c = RollbackCache(model, 9, batch=2), model.config
+    cache.extend([4, 4])
+    model(torch.ones(2, 4, dtype=torch.int64), cache)
+    cache.extend([1, 1])
+    cost = count(lambda: model(torch.ones(2, 1, dtype=torch.int64), cache))
+    [(attention, n)] = [(op, n) for op, n in cost if op.name == "scaled_dot_product_attention"]
+    assert n == c.n_layers and attention.shape.startswith(f"2x{c.n_kv_heads}x{c.group_size}x{c.head_dim}, ")
 
 
 def test_rows_that_bring_nothing_repeat_their_last_tokens(model: Transformer) -> None:
