@@ -930,8 +930,11 @@ def test_a_negative_lookahead_and_a_negative_cost_have_no_gain() -> None:
 
 
 @pytest.mark.parametrize("lookahead", [0, -1, 2.5, "4", None, True])
-def test_a_lookahead_that_is_no_count_is_refused(lookahead: Any, model: Transformer) -> None:
-    message = refused(UsageError, lambda: generate(model, [1], 4, drafter=NGramDrafter(), lookahead=lookahead))
+@pytest.mark.parametrize(("one_or_many", "prompt"), [(generate, [1]), (generate_batch, [[1], [2]])])
+def test_a_lookahead_that_is_no_count_is_refused(
+    lookahead: Any, one_or_many: Callable[..., Any], prompt: Any, model: Transformer
+) -> None:
+    message = refused(UsageError, lambda: one_or_many(model, prompt, 4, drafter=NGramDrafter(), lookahead=lookahead))
     assert f"lookahead is {lookahead!r}" in message
 
 
@@ -962,6 +965,8 @@ def test_drafters_that_do_not_fit_are_refused(model: Transformer) -> None:
 def test_a_drafter_that_gives_more_than_was_asked_is_refused(model: Transformer) -> None:
     greedy_for_more = Told(lambda context, n: [1] * (n + 1))
     assert "at most" in refused(UsageError, lambda: generate(model, [1], 9, drafter=greedy_for_more))
+    once = Told(lambda context, n: [1] * (n + (context[0] == 2)))  # for one answer of two
+    assert "at most" in refused(UsageError, lambda: generate_batch(model, [[1], [2]], 9, drafter=once))
 
 
 def test_what_fills_up_a_row_of_guesses_is_never_looked_up(model: Transformer) -> None:
