@@ -155,6 +155,8 @@ def test_the_scale_of_the_absorbed_query_would_show(models: dict[str, Transforme
 def test_random_model_is_the_same_for_a_seed_and_takes_nothing_from_others() -> None:
     config, state = SHAPES["query latent"], torch.random.get_rng_state()
     first, again, other = (random_latent_model(config, seed=seed).state_dict() for seed in (3, 3, 4))
+    unasked, zero = random_latent_model(config).state_dict(), random_latent_model(config, seed=0).state_dict()
+    assert all(torch.equal(unasked[name], zero[name]) for name in zero)
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["blocks.1.attention.kv_up.weight"], other["blocks.1.attention.kv_up.weight"])
     assert torch.equal(torch.random.get_rng_state(), state)
@@ -300,6 +302,17 @@ def test_what_the_famous_93_percent_is_made_of() -> None:
 def test_a_latent_is_as_large_as_a_gqa_cache_of_two_and_a_quarter_groups() -> None:
     for config in KNOWN_LATENT_SHAPES.values():
         assert config.d_latent == 2.25 * 2 * config.d_nope
+
+
+def test_a_cache_is_absorbed_unless_told_otherwise(models: dict[str, Transformer]) -> None:
+    model = models["one query matrix"]
+
+    def step(**form: bool) -> Cost:
+        cache, tokens = LatentCache(model, 4, **form), torch.ones(1, 2, dtype=torch.int64)
+        model(tokens, cache)
+        return count(lambda: model(tokens[:, :1], cache))
+
+    assert step().calls == step(absorbed=True).calls != step(absorbed=False).calls
 
 
 @both_forms

@@ -33,7 +33,7 @@ from minillm.roofline.position import (
     predict,
     predict_stage,
 )
-from minillm.stages import STAGES
+from minillm.stages import STAGES, kv_cache
 from minillm.weights import random_model
 
 # Round numbers: 1 GFLOP/s, 100 MB/s, a ridge at 10 FLOP/byte, 1 ms an operator.
@@ -168,6 +168,7 @@ def test_only_the_decode_steps_of_a_launched_stage_have_no_overhead() -> None:
     for stage, phase, overhead in ((eager, "prefill", 1e-3), (eager, "decode", 1e-3), (launched, "prefill", 1e-3)):
         assert ceilings_of(stage, phase, CEILINGS) == replace(CEILINGS, overhead=overhead)
     assert ceilings_of(launched, "decode", CEILINGS) == replace(CEILINGS, overhead=0.0)
+    assert ceilings_of(kv_cache, "decode", CEILINGS) == CEILINGS  # type: ignore[arg-type]  # a module in place of a stage
     prefill, step = predict_stage(launched, KNOWN_MODELS["tiny"], CEILINGS, 16)
     assert (prefill.ceilings.overhead, step.ceilings.overhead) == (1e-3, 0.0)
 

@@ -416,6 +416,7 @@ def test_n_gram_limits_are_kept() -> None:
     expected = {(3, 3): [9], (3, 1): [9], (2, 2): [7], (2, 1): [7], (1, 1): [4], (4, 4): []}
     for (most, least), guess in expected.items():
         assert NGramDrafter(most, least).look_up(context, 1) == guess
+    assert (NGramDrafter().max_ngram, NGramDrafter().min_ngram) == (3, 2)
 
 
 # --- Sampling: the same law -------------------------------------------------------------------------------------------
@@ -1007,6 +1008,7 @@ def test_bad_requests_are_refused_as_in_every_stage(model: Transformer) -> None:
     assert "Token id 97" in refused(UsageError, lambda: generate(model, [V], 4, drafter=drafter))
     assert "max_new_tokens is 0" in refused(UsageError, lambda: generate(model, [1], 0, drafter=drafter))
     assert "Prompt 2 of 2" in refused(UsageError, lambda: generate_batch(model, [[1], []], 4, drafter=drafter))
+    assert "max_new_tokens is 0" in refused(UsageError, lambda: generate_batch(model, [[1]], drafter=drafter))
     assert "max_batch is 0" in refused(
         UsageError, lambda: generate_batch(model, [[1]], 4, drafter=drafter, max_batch=0)
     )
