@@ -7,6 +7,7 @@ from command_helpers import Run
 import minillm
 from minillm.cli import main
 from minillm.model import Transformer
+from minillm.stages import static_cache
 from minillm.tokenizer import Tokenizer
 
 
@@ -28,6 +29,12 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
         return status, *capsys.readouterr()
 
     return run
+
+
+@pytest.fixture
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buckets of 8, 16, 32 and so on, so that short texts cross their borders."""
+    monkeypatch.setattr(static_cache, "SMALLEST_BUCKET", 8)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

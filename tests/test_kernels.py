@@ -1,22 +1,29 @@
 """The kernels stage: one step for all tokens of a bucket, the same tokens as ever, and nothing where it cannot be done."""
 
+import gc
+import os
 import shutil
 import warnings
-from collections.abc import Iterator
-from dataclasses import replace
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from helpers import (
     SHAPES,
+    Columns,
     assert_same_logits,
     is_one_sentence,
     lively_model,
-    logits_through,
     logits_whole,
     one_thread,  # noqa: F401 (a fixture)
     random_prompt,
 )
+from torch import Tensor, nn
 
 from minillm.cli import main
 from minillm.config import KNOWN_MODELS
@@ -24,22 +31,18 @@ from minillm.errors import MinillmError, UsageError
 from minillm.model import Transformer
 from minillm.roofline.ceilings import Ceilings
 from minillm.roofline.position import predict_stage
-from minillm.sampling import Sampler
-from minillm.stages import STAGES, gqa, kernels, naive, static_cache
+from minillm.sampling import Sampler, greedy
+from minillm.stages import STAGES, gqa, kernels, naive, triton_kernels
 from minillm.stages.kernels import Launched, NotCompiled
 from minillm.stages.quantization import quantize
-from minillm.stages.static_cache import StaticKVCache, bucket
+from minillm.stages.quantized_linear import FastInt4Linear
+from minillm.stages.static_cache import LayerCache, StaticKVCache
+from minillm.stages.triton_kernels import TritonInt4Linear
 
 every_shape = pytest.mark.parametrize("shape", SHAPES)
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler, which torch.compile calls on a CPU"
 )
-
-
-@pytest.fixture
-def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buckets of 8, 16, 32 and so on, so that short texts cross their borders."""
-    monkeypatch.setattr(static_cache, "SMALLEST_BUCKET", 8)
 
 
 @pytest.fixture(autouse=True)
@@ -48,12 +51,15 @@ def forget_models() -> Iterator[None]:
     kernels._launched.cache_clear()
 
 
-# --- The cache --------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def compiled_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """For tests that call the compiler: what it makes goes to a folder of this run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+        yield
 
 
-@pytest.mark.parametrize(("n", "columns"), [(1, 128), (127, 128), (128, 128), (129, 256), (256, 256), (257, 512)])
-def test_a_bucket_is_the_next_power_of_two(n: int, columns: int) -> None:
-    assert bucket(n) == columns
+# --- On one memory ------------------------------------------------------------------------------------------------------
 
 
 @every_shape
@@ -61,53 +67,6 @@ def test_a_bucket_is_the_next_power_of_two(n: int, columns: int) -> None:
 def test_tokens_equal_naive_ones_across_buckets(shape: str, length: int, small_buckets: None) -> None:
     model, prompt = lively_model(SHAPES[shape], dtype=torch.float64), random_prompt(length, 97)
     assert kernels.generate(model, prompt, 30).tokens == naive.generate(model, prompt, 30).tokens
-
-
-@every_shape
-def test_chunks_of_every_size_equal_the_whole_text(shape: str, small_buckets: None) -> None:
-    model, n = lively_model(SHAPES[shape], dtype=torch.float64), 19
-    tokens = torch.tensor([random_prompt(n, 97, seed=3)])
-    expected = logits_whole(model, tokens)
-    for size in range(1, n + 1):
-        assert_same_logits(logits_through(model, tokens, StaticKVCache(model, n), size), expected)
-
-
-def test_rows_in_lockstep_equal_rows_alone(small_buckets: None) -> None:
-    model = lively_model(SHAPES["llama"], dtype=torch.float64)
-    rows = [random_prompt(13, 97, seed) for seed in range(3)]
-    for size in (1, 5):
-        together = logits_through(model, torch.tensor(rows), StaticKVCache(model, 13, batch=3), size)
-        for row, logits in zip(rows, together, strict=True):
-            assert_same_logits(logits, logits_whole(model, torch.tensor([row]))[0])
-
-
-def test_a_full_cache_says_so_before_it_writes_and_stays_usable() -> None:
-    model = lively_model(SHAPES["llama"], dtype=torch.float64)
-    tokens = torch.tensor([random_prompt(6, 97)])
-    cache = StaticKVCache(model, 6)  # whose columns are more, and are none to use
-    model(tokens[:, :4], cache)
-    with pytest.raises(MinillmError) as error:
-        model(torch.ones(1, 3, dtype=torch.int64), cache)
-    assert is_one_sentence(str(error.value)) and "holds 4 of 6 tokens and was asked for 3 more" in str(error.value)
-    assert cache.length == 4
-    assert_same_logits(model(tokens[:, 4:], cache), logits_whole(model, tokens)[:, 4:])
-
-
-def test_a_step_finds_everything_at_the_same_place(small_buckets: None) -> None:
-    model = lively_model(SHAPES["llama"])
-    cache = StaticKVCache(model, 40)
-
-    def places() -> list[int]:
-        tensors = [cache.position, cache.lengths, cache.visible, *(layer.keys for layer in cache.layers)]
-        return [tensor.data_ptr() for tensor in tensors]
-
-    model(torch.tensor([[1, 2, 3]]), cache)
-    before, shapes = places(), []
-    for token in range(30):
-        model(torch.tensor([[token]]), cache)
-        assert places() == before
-        shapes.append(cache.visible.shape[-1])
-    assert shapes == [8] * 5 + [16] * 8 + [32] * 16 + [64]
 
 
 def test_a_later_request_does_not_see_an_earlier_one(small_buckets: None) -> None:
@@ -133,18 +92,252 @@ def test_a_text_that_overflows_does_not_reach_the_next_one() -> None:
     assert kernels.generate(model, [4], 8).tokens == naive.generate(model, [4], 8).tokens
 
 
+# --- Launched, without a compiler and without a GPU -------------------------------------------------------------------
+
+
+def form(x: Any) -> Any:
+    """What may not change from call to call of a program: shapes and dtypes of all tensors in an argument."""
+    match x:
+        case Tensor():
+            return x.dtype, x.shape
+        case list() | tuple():
+            return tuple(map(form, x))
+        case nn.Module():
+            return tuple(map(form, x.parameters()))
+        case LayerCache():
+            return form([x.keys, x.values, x.whole.visible])
+    raise TypeError(f"A program is given a {type(x).__name__}.")
+
+
+@dataclass
+class Program:
+    """Stands in the place of a compiled program: runs its function as it is, and notes the form of each call's arguments."""
+
+    fn: Callable[..., Any]
+    calls: list[Any] = field(default_factory=list)
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.calls.append(form(arguments))
+        return self.fn(*arguments)
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
+    """All that is asked to be compiled, which is not."""
+    made: list[Program] = []
+    monkeypatch.setattr(kernels, "_compile", lambda fn, device: made.append(Program(fn)) or made[-1])
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # which is set, and not set back
+    return made
+
+
+@torch.inference_mode()
+def decoded(launched: Launched, tokens: Tensor, n_prompt: int) -> list[Tensor]:
+    """Hidden states (B, 1, C) of all tokens (B, T) that are decoded after a prompt of `n_prompt`."""
+    cache = launched.cache(tokens.shape[1], len(tokens))
+    launched.hidden(tokens[:, :n_prompt], cache)
+    return [launched.hidden(token, cache) for token in tokens[:, n_prompt:].split(1, dim=1)]
+
+
+def assert_decodes_as_naive(launched: Launched, tokens: Tensor, n_prompt: int) -> None:
+    hidden = torch.cat(decoded(launched, tokens, n_prompt), dim=1)
+    assert_same_logits(launched.model.head(hidden), logits_whole(launched.model, tokens)[:, n_prompt:])
+
+
+@pytest.mark.parametrize(("n_layers", "lengths"), [(4, 1), (5, 2)], ids=["two and two", "two, two and one"])
+def test_a_program_serves_all_calls_of_one_form(
+    n_layers: int, lengths: int, programs: list[Program], small_buckets: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "STRETCH", 2)
+    model = lively_model(replace(SHAPES["llama"], n_layers=n_layers))
+    prompt = random_prompt(5, 97)
+    assert kernels.generate(model, prompt, 10, compiled=True).tokens == naive.generate(model, prompt, 10).tokens
+    # A stretch of each length in 8 and in 16 columns; the norm and the head.
+    one = {kernels._begin: 1, kernels._through: 2 * lengths, kernels._apply: 2}
+    assert Counter(program.fn for program in programs) == one
+    # The first call of the first program finds out whether there is a compiler. The head is asked after the prompt, too.
+    assert [len(program.calls) for program in programs[:3]] == [1 + 9, 10, 2 * 3]
+
+    # Two sequences have programs of their own, but for the head.
+    tokens = torch.tensor([random_prompt(9, 97, seed) for seed in range(2)])
+    launched = kernels._launched(model, True, False)
+    assert_decodes_as_naive(launched, tokens, 7)
+    two = {kernels._begin: 2, kernels._through: 2 * 2 * lengths, kernels._apply: 3}
+    assert Counter(program.fn for program in programs) == two
+    assert [len(set(program.calls)) for program in programs] == [1] * len(programs)
+
+    # Only what is captured is bound to one memory.
+    with torch.inference_mode():
+        logits = launched.head(launched.hidden(tokens[:1, :1], StaticKVCache(model, 3)))
+    assert_same_logits(logits, logits_whole(model, tokens[:1, :1]))
+
+
+def test_no_more_memory_is_taken_than_the_text_needs(small_buckets: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lively_model(SHAPES["llama"])
+    for n, most in ((4, 8), (5, 16)):  # the last token is not fed back
+        kernels.generate(model, [1, 2, 3, 4, 5], n)
+        assert kernels._launched(model, False, False)._cache.capacity == most
+    taken = []
+    monkeypatch.setattr(kernels, "StaticKVCache", lambda *a, **k: taken.append(k) or StaticKVCache(*a, **k))
+    columns = Columns()
+    kernels.run(model, torch.tensor([[1, 2, 3], [4, 5, 6]]), 4, greedy, columns)
+    assert taken == [{"capacity": 6, "batch": 2}]
+    assert columns.rows == [naive.generate(model, prompt, 4).tokens for prompt in ([1, 2, 3], [4, 5, 6])]
+
+
+def test_a_larger_memory_is_taken_when_the_smaller_one_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = Launched(lively_model(SHAPES["llama"]), compiled=False, captured=False)
+    first = weakref.ref(launched.cache(8).layers[0])
+    there = []
+    monkeypatch.setattr(
+        kernels, "StaticKVCache", lambda *a: (gc.collect(), there.append(first()), StaticKVCache(*a))[2]
+    )
+    launched.cache(500)
+    assert there == [None]
+
+
+class Repeated:
+    """Stands in the place of a CUDA graph: computes a step again, into the memory of its first result."""
+
+    def __init__(self, step: Callable[[], Tensor], result: Tensor) -> None:
+        self.step, self.result = step, result
+
+    def replay(self) -> None:
+        self.result.copy_(self.step())
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[Repeated]:
+    """All steps that are captured, on a CPU."""
+    made: list[Repeated] = []
+
+    def capture(step: Callable[[], Tensor], device: torch.device, pool: object) -> tuple[Repeated, Tensor]:
+        step()
+        made.append(Repeated(step, step()))
+        return made[-1], made[-1].result
+
+    monkeypatch.setattr(kernels, "_capture", capture)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    return made
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_step_is_captured_once_for_each_bucket(
+    compiled: bool, captured: list[Repeated], programs: list[Program], small_buckets: None
+) -> None:
+    launched = Launched(lively_model(SHAPES["mistral"]), compiled=compiled, captured=False)
+    launched.captured = True  # as on CUDA
+    tokens = torch.tensor([random_prompt(20, 97)])
+    results = decoded(launched, tokens, 5)
+    assert_same_logits(
+        launched.model.head(torch.cat(results, dim=1)), logits_whole(launched.model, tokens)[:, 5:]
+    )  # a result is not overwritten by a later one
+    assert len(captured) == 3  # in 8, 16 and 32 columns
+    assert_decodes_as_naive(launched, tokens.flip(1), 1)
+    assert len(captured) == 3
+    assert bool(programs) is compiled
+
+    # Other memory: what was captured would write into the old one.
+    with torch.inference_mode():
+        old = launched.cache(20)
+    assert_decodes_as_naive(launched, torch.cat([tokens, tokens.flip(1)]), 15)
+    assert len(captured) == 3 + 2  # in 16 and 32 columns
+    with torch.inference_mode(), pytest.raises(MinillmError) as error:
+        launched.hidden(tokens[:, :1], old)
+    assert is_one_sentence(str(error.value)) and "ask for one again" in str(error.value)
+    assert old.length == 0
+
+
+def test_a_prompt_runs_as_it_always_does(captured: list[Repeated], programs: list[Program]) -> None:
+    launched = Launched(lively_model(SHAPES["llama"]), compiled=True, captured=False)
+    launched.captured = True
+    tokens = torch.tensor([[1, 2]])
+    with torch.inference_mode():
+        hidden = launched.hidden(tokens, launched.cache(9))
+    assert_same_logits(launched.model.head(hidden), logits_whole(launched.model, tokens))
+    assert not captured and len(programs) == 1  # which found out whether there is a compiler
+
+
+def test_compiled_code_is_kept_with_the_models(
+    programs: list[Program], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(kernels, "cache_folder", lambda: tmp_path)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    model = lively_model(SHAPES["llama"])
+    for folder in (str(tmp_path / "compiled"), "elsewhere"):
+        assert Launched(model, compiled=True, captured=False).compiled
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == folder
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "elsewhere")  # what is set stays
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(RuntimeError("No compiler.\nA long story."), "(No compiler)"), (RuntimeError(), "(RuntimeError)")],
+)
+def test_what_cannot_be_compiled_runs_eagerly_and_the_caller_is_told_why(
+    error: RuntimeError, reason: str, programs: list[Program], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(kernels, "_compile", lambda fn, device: fail)
+    model = lively_model(SHAPES["llama"])
+    with pytest.warns(NotCompiled) as told:
+        tokens = kernels.generate(model, [1, 2, 3], 5, compiled=True).tokens
+    assert tokens == naive.generate(model, [1, 2, 3], 5).tokens
+    (warning,) = told
+    assert warning.filename == __file__ and reason in str(warning.message)
+
+
+@pytest.mark.parametrize(
+    ("device", "triton", "pays"), [("cuda", True, True), ("cuda", False, False), ("mps", True, False)]
+)
+def test_compiling_on_a_gpu_needs_cuda_and_triton(
+    device: str, triton: bool, pays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = quantize(lively_model(SHAPES["llama"]), "int8")
+    assert kernels.compiling_pays(model)  # on the CPU, as its layers are not float
+    monkeypatch.setattr(Transformer, "device", property(lambda self: torch.device(device)))
+    monkeypatch.setattr(kernels, "triton_is_here", lambda: triton)
+    assert kernels.compiling_pays(model) is pays
+
+
+def test_what_pays_is_compiled_unless_told_otherwise(programs: list[Program]) -> None:
+    model = quantize(lively_model(SHAPES["llama"]), "int8")
+    kernels.generate(model, [1, 2], 3, compiled=False)
+    assert not programs
+    kernels.generate(model, [1, 2], 3)
+    assert programs
+
+
+@pytest.mark.parametrize(
+    ("device", "triton", "layer"),
+    [("cpu", True, FastInt4Linear), ("cuda", True, TritonInt4Linear), ("cuda", False, None), ("mps", True, None)],
+)
+def test_the_stage_quantizes_for_its_own_kernels_where_they_run(
+    device: str, triton: bool, layer: type | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = lively_model(replace(SHAPES["llama3"], d_model=64, d_ff=64))
+    asked = []
+    monkeypatch.setattr(kernels, "quantize", lambda *a, **k: asked.append((a[1:], k)) or quantize(*a, **k))
+    monkeypatch.setattr(kernels, "triton_is_here", lambda: triton)
+    monkeypatch.setattr(triton_kernels, "check_kernels", lambda *_: None)
+    monkeypatch.setattr(Transformer, "device", property(lambda self: torch.device(device)))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    if layer is None:  # the fast layers, which want a newer GPU
+        with pytest.raises(MinillmError):
+            kernels.prepare(model)
+    else:
+        assert type(kernels.prepare(model).head) is layer
+    assert asked == [(("int4",), {"readable": True} if layer is TritonInt4Linear else {})]
+
+
 # --- Compiled ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
-        yield
-
-
 @needs_compiler
-def test_compiled_steps_give_the_same_tokens_and_logits(small_buckets: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_steps_give_the_same_tokens_and_logits(
+    small_buckets: None, compiled_code: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Three layers in stretches of two: a program of two layers and one of one, for each bucket.
     monkeypatch.setattr(kernels, "STRETCH", 2)
     model = lively_model(replace(SHAPES["llama"], n_layers=3))
@@ -166,7 +359,7 @@ def test_compiled_steps_give_the_same_tokens_and_logits(small_buckets: None, mon
 
 
 @needs_compiler
-def test_compiled_int4_steps_stay_within_rounding_of_eager_ones() -> None:
+def test_compiled_int4_steps_stay_within_rounding_of_eager_ones(compiled_code: None) -> None:
     # The kernels round activations to bf16: another order of summation before that may round them to a neighbour.
     model = quantize(lively_model(replace(SHAPES["llama3"], n_layers=1, d_ff=64)), "int4")
     tokens = torch.tensor([random_prompt(9, 97)])
@@ -187,7 +380,7 @@ def test_float_layers_on_a_cpu_are_not_compiled_unasked() -> None:
 
 
 @pytest.fixture
-def no_compiler() -> Iterator[None]:
+def no_compiler(compiled_code: None) -> Iterator[None]:
     from torch._inductor import config
 
     with config.patch({"cpp.cxx": ("/no/such/compiler",)}):
@@ -216,10 +409,12 @@ def test_a_command_says_so_in_one_line(no_compiler: None, capsys: pytest.Capture
 # --- The stage ----------------------------------------------------------------------------------------------------------
 
 
-def test_only_cuda_captures() -> None:
+def test_only_cuda_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError) as error:
         kernels.generate(lively_model(SHAPES["llama"]), [1, 2], 3, captured=True)
     assert is_one_sentence(str(error.value)) and "this model is on cpu" in str(error.value)
+    monkeypatch.setattr(Transformer, "device", property(lambda self: torch.device("cuda")))
+    assert Launched(lively_model(SHAPES["llama"]), compiled=False, captured=True).captured
 
 
 def test_a_seed_gives_the_same_text_again() -> None:

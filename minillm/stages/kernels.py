@@ -127,7 +127,7 @@ class Launched:
         except RuntimeError as error:  # no compiler, no headers, no space, no Triton
             reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
             message = f"Decode steps run eagerly, since nothing can be compiled here ({reason}): see minillm doctor."
-            warnings.warn(message, NotCompiled, stacklevel=4)
+            warnings.warn(message, NotCompiled, stacklevel=5)  # where `generate` was called
             return False
         return True
 
