@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from mutation_trials import Outcome, prepare, try_modules
+from mutation_trials import Outcome, in_children, prepare, try_modules
 from mutations import Mutant, does_nothing, mutants
 
 ROOT = Path(__file__).parents[1]
 EQUIVALENTS = ROOT / "tests" / "mutation_equivalents.toml"
-LOOPS = "stages gqa model"
+LOOPS, KERNELS = "stages gqa model", "triton_kernels"
 TESTS: dict[str, str] = {  # module of minillm: the files of its tests; modules of the same files are tried together
     "sampling": "sampling",
     "metrics": "metrics",
@@ -51,6 +51,11 @@ TESTS: dict[str, str] = {  # module of minillm: the files of its tests; modules 
     "stages/speculative_gain": "speculative",
     "stages/mla": "mla",
     "stages/quantized_cache": "quantized_cache",
+    "stages/static_cache": "static_cache kernels",
+    "stages/kernels": "static_cache kernels",
+    "stages/triton_kernels": KERNELS,
+    "stages/triton_attention": KERNELS,
+    "stages/triton_linear": KERNELS,
     "batch": "batching",
     "generation": LOOPS,
     "model": LOOPS,
@@ -60,13 +65,8 @@ TESTS: dict[str, str] = {  # module of minillm: the files of its tests; modules 
     "roofline/formulas": "counting formulas",
     "roofline/position": "position",
 }
-NOT_TRIED = {  # stages that cannot be tried so, and why
-    "stages/triton_kernels": "Triton reads a kernel from its file, and its interpreter is a process of its own.",
-    "stages/triton_attention": "As triton_kernels.",
-    "stages/triton_linear": "As triton_kernels.",
-    "stages/kernels": "Its tests call a compiler, which would take longer for each mutant than all tests of another stage.",
-    "stages/static_cache": "As kernels, whose tests are its tests.",
-}
+# Their kernels run in Triton's interpreter.
+INTERPRETED = [module for module, tests in TESTS.items() if tests == KERNELS]
 
 
 @dataclass(frozen=True)
@@ -125,13 +125,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     sys.path.insert(0, str(ROOT))
     os.chdir(ROOT)
+    asked = options.module or list(TESTS)
+    kinds = [[module for module in asked if (module in INTERPRETED) is kind] for kind in (False, True)]
+    ends = in_children(lambda modules: try_kind(modules, options), filter(None, kinds), 1)
+    return max(abs(status) for _, status in ends)
+
+
+def try_kind(asked: Sequence[str], options: argparse.Namespace) -> int:
+    """Try these modules, of which all are INTERPRETED or none is, and report. Returns the exit status of a process.
+
+    Triton decides while it is imported whether it interprets, and PyTorch imports it: each kind has a process of its own.
+    """
+    os.environ["TRITON_INTERPRET"] = "1" if asked[0] in INTERPRETED else "0"
     prepare()
     out = os.dup(1)  # which children write to where pytest has closed theirs
-    asked = options.module or list(TESTS)
     for files in dict.fromkeys(TESTS[module] for module in asked):
         together = [module for module in asked if TESTS[module] == files]
         start = time.perf_counter()
-        rows = try_together(together, options, out)
+        try:
+            rows = try_together(together, options, out)
+        except RuntimeError as error:
+            print(error, file=sys.stderr, flush=True)
+            return 1
         os.write(out, f"{', '.join(together)}: {time.perf_counter() - start:.0f} s\n".encode())
         for module, row in rows.items():
             kinds = ("mutants", "killed", "equivalent", "needs_gpu", "survived")
@@ -164,7 +179,8 @@ def try_together(together: Sequence[str], options: argparse.Namespace, out: int)
             rows[module]["killed_by_time"] += json.loads(options.report.read_text())[module]["killed_by_time"]
         for mutant in outcomes[name].killed:
             if (mutant.line, mutant.change) in known[module]:
-                print(f"{module}:{mutant.number}: listed as equivalent, but a test kills it: {mutant.change}")
+                note = f"listed as equivalent, but a test kills it: {mutant.change}"
+                print(f"{module}:{mutant.number}: {note}", flush=True)
     return rows
 
 

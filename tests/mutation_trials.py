@@ -4,8 +4,9 @@ PyTorch is imported and the tests are collected once; each mutant is a forked ch
 function is exchanged (`Warm`). It runs the tests that reach the faulty line, the shortest first, up to the first that fails,
 as many seconds of them as are given: with fewer seconds more mutants seem to survive, never fewer. What acts while a module
 is imported (defaults, constants) is tried in a child that imports everything anew (`Cold`). Nothing on disk changes. A child
-that takes far longer than the right code, or far more memory, has failed: that is noticed too. Tests on the real model, whose
-loading takes longer than all others, are left out, and tests that start a process of their own see the right code there.
+that takes far longer than the right code, or far more memory, has failed: that is noticed too. Tests on the real model and
+those that call a compiler take longer than all others and are left out; tests that start a process of their own see the
+right code there.
 """
 
 import gc
@@ -15,6 +16,7 @@ import importlib.machinery
 import importlib.util
 import itertools
 import json
+import linecache
 import os
 import resource
 import signal
@@ -153,9 +155,13 @@ class Warm:
             self.set_up = max(self.set_up, time.process_time() - start)
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        sys.settrace(None)
         if session.testsfailed or not session.items:
             raise pytest.UsageError("The tests of this module cannot be collected: run them alone.")
+        for target in self.targets:
+            importlib.import_module(
+                target.module
+            )  # where only a test would import it, there is no code to exchange yet
+        sys.settrace(None)
         measured = self._measured(session.items)
         spent = {nodeid: seconds for nodeid, (seconds, _) in measured.items()}
         set_up = self.set_up  # as found, not as a mutant makes it
@@ -168,6 +174,7 @@ class Warm:
 
         def trial(name: Name) -> int:
             limit_memory()
+            show(self._mutant(name).source, self.targets[name[0]].path)
             if not exchanged(self._mutant(name), self.targets[name[0]].path, existing[name[0]]):
                 return ASK_COLD
             return SURVIVED if passes(reaching(name), spent, set_up) else KILLED
@@ -242,6 +249,12 @@ def exchanged(mutant: Mutant, path: Path, existing: dict[tuple[str, int], list[F
     return done
 
 
+def show(source: str, path: Path) -> None:
+    """Give this source to whoever asks for that of the file: Triton's interpreter runs what it reads there."""
+    # An entry without a time is not compared with the file.
+    linecache.cache[str(path)] = (len(source), None, source.splitlines(keepends=True), str(path))
+
+
 class Cold:
     """A pytest plugin that runs the collected tests, the shortest first, and ends the process with the outcome."""
 
@@ -291,15 +304,16 @@ def run_pytest(tests: Sequence[Path], plugin: object) -> None:
     without = [word for name in ("cacheprovider", "randomly", "xdist") for word in ("-p", f"no:{name}")]
     pytest.main(
         ["-q", "--tb=native", "--hypothesis-profile=mutate", *without, *map(str, tests)],
-        plugins=[WithoutModel(), plugin],
+        plugins=[WithoutSlow(), plugin],
     )
 
 
-class WithoutModel:
-    """Leaves out the tests on the real model: each child would load it, which takes longer than all the others."""
+class WithoutSlow:
+    """Leaves out tests that each child would spend longer on than on all the others: they load a real model, or compile."""
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = [item for item in items if "smollm2" not in getattr(item, "fixturenames", ())]
+        slow = {"smollm2", "compiled_code"}
+        items[:] = [item for item in items if slow.isdisjoint(getattr(item, "fixturenames", ()))]
 
 
 def try_modules(
@@ -368,6 +382,7 @@ def try_cold(
         limit_memory()
         target = targets[name[0]]
         source = target.source if name == unchanged else target.found[name[1]].source
+        show(source, target.path)
         sys.meta_path.insert(0, FaultyImport(target.module, target.path, source))
         run_pytest(tests, run)
         return KILLED  # the tests did not even begin

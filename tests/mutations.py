@@ -235,17 +235,20 @@ class _Finder:
 
     def _changed(self, node: ast.expr, new: ast.expr, inside: ast.AST | None = None) -> Mutant:
         """The mutant that has `new` for `node`; told by the words of `inside`, where those of the node are few."""
-        text = f"({ast.unparse(new)})"
+        text = f"({ast.unparse(new)}"
         if inside is None or isinstance(inside, ast.stmt | ast.arguments | ast.comprehension | ast.withitem):
-            return self._replaced(node, text, f"{ast.unparse(node)} -> {ast.unparse(new)}")
-        return self._replaced(node, text, f"{ast.unparse(inside)} -> {ast.unparse(_swapped(inside, node, new))}")
+            return self._replaced(node, text, f"{ast.unparse(node)} -> {ast.unparse(new)}", end=")")
+        change = f"{ast.unparse(inside)} -> {ast.unparse(_swapped(inside, node, new))}"
+        return self._replaced(node, text, change, end=")")
 
-    def _replaced(self, node: ast.expr | ast.stmt, text: str, change: str) -> Mutant:
+    def _replaced(self, node: ast.expr | ast.stmt, text: str, change: str, end: str = "") -> Mutant:
+        """The mutant that has text and end for `node`, and as many lines: what follows it keeps its numbers."""
         assert node.end_lineno is not None and node.end_col_offset is not None
         first, last = node.lineno - 1, node.end_lineno - 1
         before = self.lines[first].encode()[: node.col_offset].decode()  # columns count bytes
         after = self.lines[last].encode()[node.end_col_offset :].decode()
-        source = "".join([*self.lines[:first], before, text, after, *self.lines[last + 1 :]])
+        lines = [before, text, "\n" * (last - first), end, after]
+        source = "".join([*self.lines[:first], *lines, *self.lines[last + 1 :]])
         return Mutant(self.lines[first].strip(), change, source, node.lineno, self.touches, self.function)
 
 

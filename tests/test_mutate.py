@@ -115,6 +115,7 @@ def changes(source: str) -> list[str]:
         ("n: Literal[1] = a", []),
         ("'1 + 1'\nimport a", []),
         ("x = f'{1 + 1}'", []),
+        ("x = f(\n    a\n    + b,\n    c,\n)", ["a + b -> a - b"]),
         ("x = (1, 1)", ["(1, 1) -> (2, 1)", "(1, 1) -> (0, 1)", "(1, 1) -> (1, 2)", "(1, 1) -> (1, 0)"]),
     ],
 )
@@ -124,6 +125,7 @@ def test_changes_of_a_line(source: str, expected: list[str]) -> None:
     assert expected or not found
     for mutant in mutants(source):
         compile(mutant.source, "mutant", "exec")
+        assert mutant.source.count("\n") == source.count("\n")  # what follows keeps its numbers
         assert mutant.source != source
 
 
@@ -188,9 +190,12 @@ def test_faults_survive_where_no_test_looks(tmp_path: Path) -> None:
         WHOLE_TESTS.replace("(2, 3, 4)] == [2, 3, 3]", "(2,)] == [2]")
         .replace("counter.add", "abs")
         .replace("== 6", "== 0")
+        .replace("assert DOUBLE(4) == 8", "DOUBLE(4)\n    assert 'factor * x' in inspect.getsource(DOUBLE)")
+        .replace("import pytest", "import inspect\n\nimport pytest")
     )
     _, told = try_sums(tmp_path, tests)
     assert "3 -> 4" in told["survivors"]  # the default of ceiling
+    assert "factor * x -> factor / x" in told["killed"]  # by who reads the source, as Triton does
     assert {f"{change}: no test runs it" for change in ("FACTOR * n -> FACTOR / n", "math.floor(n) -> pass")} <= set(
         told["told"]
     )
@@ -239,10 +244,9 @@ def test_only_survivors_that_are_mutants_of_today_are_known(tmp_path: Path, monk
 # What is written about the package
 
 
-def test_every_stage_is_tried_or_has_a_reason_and_its_tests_exist() -> None:
+def test_every_stage_is_tried_and_its_tests_exist() -> None:
     stages = {f"stages/{path.stem}" for path in (mutate.ROOT / "minillm" / "stages").glob("*.py")}
-    assert stages <= mutate.TESTS.keys() | mutate.NOT_TRIED.keys()
-    assert not mutate.TESTS.keys() & mutate.NOT_TRIED.keys()
+    assert stages <= mutate.TESTS.keys()
     for module in mutate.TESTS:
         _, path, tests = mutate.files_of(module)
         assert path.exists()
