@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from minillm.config import ModelConfig
 from minillm.errors import MinillmError, UsageError
 from minillm.evaluation import compare, prose
+from minillm.latent_config import LatentConfig
 from minillm.model import Transformer
 from minillm.roofline.counting import Cost, count
 from minillm.roofline.position import count_run, meta_twin
 from minillm.stages import gqa, naive, quantization
 from minillm.stages.gqa import GroupedKVCache
+from minillm.stages.mla import random_latent_model
 from minillm.stages.quantization import SCHEMES, has_speed, quantize, streamed_bytes, weight_bytes
 from minillm.stages.quantized_linear import (
     FastFP8Linear,
@@ -470,6 +472,8 @@ def refused(kind: type[MinillmError], *args: object, **kwargs: object) -> str:
 def test_what_cannot_be_quantized_is_refused_in_one_sentence(model: Transformer) -> None:
     assert "int8, int4, w8a8, fp8" in refused(UsageError, model, "int5")
     assert "int5" in refused(UsageError, model, "int8", head="int5")
+    latent = random_latent_model(LatentConfig("latent", 1, 32, 4, 1, 4, 32, 97, 64, kv_rank=8, d_nope=8, d_v=8))
+    assert "latent has latent attention" in refused(UsageError, latent, "int8")
     assert "48" in refused(UsageError, lively_model(replace(CONFIG, d_ff=48)), "int4")  # 48 columns of mlp.down
     assert "64 columns" in refused(UsageError, model, "int4", group_size=128)
     for group in (0, -32, 16, 96, 256, 32.5, None):
