@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import (
     PLAIN_STAGES,
     SHAPES,
@@ -536,3 +537,6 @@ def test_counting_leaves_the_results_as_they_are() -> None:
     results: list[Tensor] = []
     count(lambda: results.append(X + 1))
     assert torch.equal(results[0], torch.ones(6, 8))
+    q, k, v = torch.randn(3, 1, 2, 5, 8)
+    count(lambda: results.append(F.scaled_dot_product_attention(q, k, v)))
+    assert torch.equal(results[1], F.scaled_dot_product_attention(q, k, v))

@@ -192,6 +192,20 @@ def test_heads_of_values_may_have_another_size() -> None:
     q, k, v = (torch.zeros(1, 2, 4, D, device="meta") for D in (8, 8, 6))
     cost = count(lambda: F.scaled_dot_product_attention(q, k, v))
     assert cost.flops == 2 * 2 * 4 * 4 * (8 + 6)
+    longer = [torch.zeros(1, 2, n, D, device="meta") for n, D in ((4, 8), (5, 8), (5, 6))]
+    [(attention, _)] = count(lambda: F.scaled_dot_product_attention(*longer))
+    assert attention.written == 4 * 2 * 4 * 6
+
+
+def test_attention_of_three_dimensions_is_counted_by_its_parts_as_it_is_computed() -> None:
+    q, k, v = torch.zeros(2, 3, 4), torch.zeros(2, 5, 4), torch.zeros(2, 5, 4)
+    cost = count(lambda: F.scaled_dot_product_attention(q, k, v))
+    assert cost.flops == 2 * 4 * 3 * 5 * 4
+    assert [op.shape for op, _ in cost if op.name == "bmm"] == ["2x3x4, 2x4x5", "2x3x5, 2x5x4"]
+
+
+def test_what_the_host_reads_counts_as_read() -> None:
+    assert read_written(lambda: X.sum().item()) == (192 + 4, 4)
 
 
 # --- formulas of one's own ---------------------------------------------------------------------------------------------
@@ -215,5 +229,12 @@ def test_a_custom_operator_registers_its_own_formula() -> None:
 def test_touched_counts_repeated_elements_once() -> None:
     assert touched(X) == touched(X.t()) == 192
     assert touched(X[:1].expand(9, 8)) == 32
-    assert touched(X[:0]) == 0
+    assert touched(X[:0]) == touched(X[0, 0].expand(0)) == 0
     assert touched(torch.zeros((), dtype=torch.bfloat16).expand(5, 5)) == 2
+
+
+def test_the_same_elements_in_another_shape_are_read_once() -> None:
+    for other in (X[None], X.t(), X[:, None].expand(6, 3, 8), X[:, :, None]):
+        assert [n for _, n in whole(X, other)] == [192]
+    for other in (X[:3], X[:, ::2], X.clone()):
+        assert len(whole(X, other)) == 2
