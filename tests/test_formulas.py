@@ -238,3 +238,4 @@ def test_the_same_elements_in_another_shape_are_read_once() -> None:
         assert [n for _, n in whole(X, other)] == [192]
     for other in (X[:3], X[:, ::2], X.clone()):
         assert len(whole(X, other)) == 2
+    assert len(whole(X[:2], X[::3])) == 2
