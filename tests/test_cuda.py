@@ -15,7 +15,7 @@ from minillm.model import Transformer
 from minillm.roofline.ceilings import CeilingMeter
 from minillm.sampling import Sampler
 from minillm.stages import STAGES as ALL_STAGES
-from minillm.stages import batching, kernels, speculative, static_batching, static_cache
+from minillm.stages import batching, kernels, speculative, static_batching
 from minillm.stages.batching import Engine
 from minillm.stages.drafters import ModelDrafter, NGramDrafter
 from minillm.stages.gqa import GroupedKVCache
@@ -290,9 +290,8 @@ def test_speculation_on_cuda_gives_the_tokens_of_the_cpu(shape: str) -> None:
 
 
 @pytest.fixture
-def small_buckets(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Buckets of 8, 16, 32 and so on, so that short texts cross their borders; no graph of theirs outlives the test."""
-    monkeypatch.setattr(static_cache, "SMALLEST_BUCKET", 8)
+def small_buckets(small_buckets: None) -> Iterator[None]:
+    """As in other files; and no graph of theirs outlives the test."""
     kernels._launched.cache_clear()
     yield
     kernels._launched.cache_clear()
