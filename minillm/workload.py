@@ -174,7 +174,7 @@ def _play(
     arrived = {row.request.id: moment for moment, row in coming}
     times: dict[Hashable, list[float]] = {id: [] for id in arrived}
     served = Served({}, [])
-    while coming or times:
+    while times:
         while coming and coming[0][0] <= clock.now():
             submit(coming.popleft()[1])
         if len(times) == len(coming):  # nobody is here

@@ -51,6 +51,7 @@ def test_poisson_trace_depends_on_its_seed_alone() -> None:
         ({"prompt_tokens": (0, 4)}, "prompt_tokens is (0, 4)"),
         ({"output_tokens": (5, 4)}, "output_tokens is (5, 4)"),
         ({"output_tokens": (1, 10**9)}, "output_tokens is"),
+        ({"n": 1_000_001}, "n is 1000001"),
     ],
 )
 def test_impossible_traces_are_refused(changes: dict[str, object], says: str) -> None:
@@ -66,7 +67,25 @@ def test_made_up_prompts_are_the_same_for_the_same_id() -> None:
     assert ids == Arrival("a", 9.0, 50, 7).ids(320) != Arrival("b", 0.0, 50, 1).ids(320)
     assert len(ids) == 50
     assert all(0 <= token < 320 for token in ids)
+    assert set(Arrival("a", 0.0, 99, 1).ids(2)) == {0, 1}  # every id of a vocabulary, and none beyond
     assert Arrival("a", 0.0, [3, 1], 1).ids(320) == [3, 1]
+
+
+@pytest.mark.parametrize("n", [1, 2, 7])
+def test_a_trace_has_as_many_requests_as_asked_for_and_may_have_one_length_only(n: int) -> None:
+    trace = poisson_trace(n, 1.0, prompt_tokens=(3, 3), output_tokens=(1, 1))
+    assert [(arrival.id, arrival.prompt, arrival.output_tokens) for arrival in trace] == [(i, 3, 1) for i in range(n)]
+    assert trace == poisson_trace(n, 1.0, prompt_tokens=(3, 3), output_tokens=(1, 1), seed=0)
+
+
+def test_the_least_and_the_most_of_a_request_are_taken_and_nothing_beyond() -> None:
+    for moment, tokens in ((0.0, 1), (1e9, 1_000_000)):
+        assert Arrival("a", moment, tokens, tokens).prompt_tokens == tokens
+    for moment, prompt, output in (
+        (-1e-9, 1, 1), (1.1e9, 1, 1), (0, 0, 1), (0, [], 1), (0, 1_000_001, 1), (0, 1, 0), (0, 1, 1_000_001),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=r"arrival_s is|_tokens is"):
+            Arrival("a", moment, prompt, output)
 
 
 arrivals = st.builds(

@@ -5,13 +5,15 @@ import random
 import statistics
 import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from helpers import one_thread  # noqa: F401
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minillm.batch import Request
+from minillm import workload
+from minillm.batch import Request, Row
 from minillm.config import known_model
 from minillm.errors import UsageError
 from minillm.metrics import RequestTimes, goodput, itl, percentile, system_tps, ttft, user_tps
@@ -19,9 +21,9 @@ from minillm.model import Transformer
 from minillm.roofline.ceilings import Ceilings
 from minillm.roofline.hardware import known_hardware
 from minillm.stages import batching, static_batching
-from minillm.trace import Arrival, poisson_trace
+from minillm.trace import MOST_TOKENS, Arrival, poisson_trace
 from minillm.weights import random_model
-from minillm.workload import Served, ideal_steps, serve, simulate, simulate_static, step_law
+from minillm.workload import Served, ideal_steps, serve, serve_rows, simulate, simulate_static, step_law
 
 
 @pytest.fixture(scope="module")
@@ -215,6 +217,35 @@ def test_serving_follows_the_clock(tiny: Transformer) -> None:
         assert 0 <= step.start <= step.end <= later.start
 
 
+def test_a_server_sleeps_until_the_next_request_comes(tiny: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, slept = 100.0, []
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        slept.append(seconds)
+        now += seconds
+
+    monkeypatch.setattr(workload.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(workload.time, "sleep", sleep)
+    served = serve(tiny, [Arrival("a", 2.0, 3, 2), Arrival("b", 7.0, 3, 1), Arrival("c", 7.0, 3, 1)], max_batch=2)
+    assert slept == [2.0, 5.0]
+    assert [(step.start, step.end) for step in served.steps] == [(2.0, 2.0), (2.0, 2.0), (7.0, 7.0)]
+    assert served.steps[-1].slots == ("b", "c")
+
+
+def test_who_waits_for_an_answer_is_told_its_times(tiny: Transformer) -> None:
+    told: list[tuple[object, RequestTimes]] = []
+    rows = [Row(tiny, Request([1, 2], n, id=n)) for n in (3, 1)]
+    engine = batching.Engine(tiny, max_batch=2, max_length=9)
+    served = serve_rows(engine, [(0.0, row) for row in rows], lambda row, times: told.append((row.request.id, times)))
+    assert told == list(served.requests.items()) and [id for id, _ in told] == [1, 3]
+
+
+def test_simulated_time_begins_with_0() -> None:
+    served = simulate([Arrival("a", 0.0, 3, 2)], second_a_step, max_batch=1)
+    assert [(step.start, step.end) for step in served.steps] == [(0.0, 1.0), (1.0, 2.0)]
+
+
 def test_queueing_counts(tiny: Transformer) -> None:
     """One slot, two requests at once: the second one's time to first token contains the whole answer of the first."""
     served = serve(tiny, [Arrival("a", 0.0, 4, 5), Arrival("b", 0.0, 4, 1)], max_batch=1)
@@ -289,6 +320,10 @@ def test_step_law_counts_a_window_and_the_overhead() -> None:
     ceilings = Ceilings("test", "fp32", bandwidth=1e9, peak=1e12, overhead=1e-5)
     config = known_model("mistral-7b-v0.1")
     assert step_law(config, ceilings)(2, [9000, 100]) == step_law(config, ceilings)(2, [4096, 100])
+    whole = step_law(replace(config, sliding_window=None), ceilings)  # the longest prompt with the longest answer
+    assert whole(1, [2 * MOST_TOKENS]) - whole(1, [MOST_TOKENS]) == pytest.approx(
+        MOST_TOKENS * config.kv_bytes_per_token(4) / 1e9
+    )
     assert step_law(config, ceilings, operators=400)(1, [1]) - step_law(config, ceilings)(1, [1]) == pytest.approx(4e-3)
 
 
