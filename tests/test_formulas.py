@@ -239,3 +239,4 @@ def test_the_same_elements_in_another_shape_are_read_once() -> None:
     for other in (X[:3], X[:, ::2], X.clone()):
         assert len(whole(X, other)) == 2
     assert len(whole(X[:2], X[::3])) == 2
+    assert [n for _, n in whole(X[:0], X[:1])] == [0, 32]
