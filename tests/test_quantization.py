@@ -299,8 +299,8 @@ def test_quantizing_changes_no_part_of_the_model_and_shares_what_stays(scheme: s
     quantized = quantize(model, scheme)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert [type(layer) for layer in model.modules()] == kinds
-    assert quantized.embed.weight is model.embed.weight
-    assert quantized.blocks[1].mlp_norm.weight is model.blocks[1].mlp_norm.weight
+    assert quantized.embed.weight.data_ptr() == model.embed.weight.data_ptr()
+    assert quantized.blocks[1].mlp_norm.weight.data_ptr() == model.blocks[1].mlp_norm.weight.data_ptr()
     assert quantized.blocks[1] is not model.blocks[1]
     assert quantized.config is model.config
     assert (quantized.dtype, quantized.device) == (model.dtype, model.device)
@@ -313,7 +313,8 @@ def test_tied_head_is_quantized_from_a_copy_and_reads_the_embedding_no_more() ->
     torch.testing.assert_close(quantized.head.dequantize(), model.embed.weight, rtol=0, atol=0.02)
     assert quantized.embed.weight.dtype is torch.float32
     kept = quantize(model, "int8", head=None)
-    assert kept.head is model.head
+    assert type(kept.head) is nn.Linear and kept.head.weight is kept.embed.weight  # tied as they were
+    assert kept.head.weight.data_ptr() == model.head.weight.data_ptr()
     assert isinstance(kept.blocks[0].attention.qkv, Int8Linear)
     mixed = quantize(model, "int4", head="int8")
     assert isinstance(mixed.head, Int8Linear)
@@ -555,9 +556,21 @@ def test_a_layer_of_no_scheme_stands_for_no_weight() -> None:
 
 
 def test_a_quantized_model_is_not_moved_or_cast(model: Transformer) -> None:
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(MinillmError, match="stays where and as it is") as caught:
         quantize(model, "int8").to(torch.bfloat16)
     assert is_one_sentence(str(caught.value))
+    for name, tensor in model.state_dict().items():  # whose embedding and norms the quantized one reads too
+        torch.testing.assert_close(tensor, before[name], rtol=0, atol=0)
+
+
+@every_scheme
+def test_a_model_that_is_moved_or_cast_takes_nothing_from_one_made_of_it(scheme: str) -> None:
+    model, tokens = lively_model(UNTIED), torch.tensor([random_prompt(9, 97)])
+    quantized = quantize(model, scheme)
+    before = logits_whole(quantized, tokens)
+    model.bfloat16().to("meta")
+    assert torch.equal(logits_whole(quantized, tokens), before)
 
 
 def test_fp8_says_that_the_cpu_has_no_speed_to_show() -> None:

@@ -36,6 +36,7 @@ from minillm.stages.quantized_linear import (
     Int8Linear,
     QuantizedLinear,
     W8A8Linear,
+    over_the_same_memory,
 )
 
 SCHEMES = ("int8", "int4", "w8a8", "fp8")
@@ -68,7 +69,8 @@ def quantize(
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear):
             chosen = head if layer is model.head else scheme
-            exchanged[layer] = layer if chosen is None else _quantized(name, layer, chosen, group_size, readable)
+            if chosen is not None:
+                exchanged[layer] = _quantized(name, layer, chosen, group_size, readable)
     return with_layers(model, exchanged)
 
 
@@ -76,7 +78,8 @@ def with_layers(model: Transformer, exchanged: Mapping[nn.Module, nn.Module]) ->
     """A copy of a model in which some layers stand for others. Config and weights are shared with it."""
     # What deepcopy finds in its memo by identity it takes from there: so weights are shared and layers exchanged.
     memo: dict[int, object] = {id(model.config): model.config}
-    memo |= {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    memo |= {id(p): over_the_same_memory(p) for p in model.parameters()}
+    memo |= {id(buffer): buffer for buffer in model.buffers()}
     memo |= {id(layer): new for layer, new in exchanged.items()}
     return copy.deepcopy(model, memo)
 

@@ -28,6 +28,11 @@ from minillm.stages.quantizers import (
 aten = torch.ops.aten
 
 
+def over_the_same_memory(parameter: Tensor) -> nn.Parameter:
+    """A parameter for another model: moving or casting a model changes its parameters in place, and those of no other."""
+    return nn.Parameter(parameter.detach(), parameter.requires_grad)
+
+
 class QuantizedLinear(nn.Module):
     """x W^T + b with a weight (N, K) that is stored in codes. Subclasses say how."""
 
@@ -38,7 +43,7 @@ class QuantizedLinear(nn.Module):
     def __init__(self, linear: "nn.Linear | QuantizedLinear") -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.bias = linear.bias
+        self.bias = None if linear.bias is None else over_the_same_memory(linear.bias)
 
     def dequantize(self) -> Tensor:
         """The weight (N, K) that the codes stand for, in float32."""
