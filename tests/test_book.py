@@ -127,6 +127,8 @@ def test_code_gives_the_outputs_of_the_notebook(chapter, tmp_path):
         "-q",
         "-p",
         "no:cacheprovider",
+        "-p",
+        "no:randomly",  # cells have an order, also where tests have none
         "--nbval",
         "--nbval-kernel-name=another-name",
     ]

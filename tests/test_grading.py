@@ -260,7 +260,8 @@ def needs(chapter: str) -> dict[str, tuple[tuple[str, ...], int]]:
 
 def run_nbval(notebooks: list[Path], folder: Path) -> str:
     paths = [str(path) for path in notebooks]
-    options = ["--nbval", "--nbval-current-env", "-p", "no:cacheprovider", "-q", "-rA"]
+    # Cells have an order, also where tests have none.
+    options = ["--nbval", "--nbval-current-env", "-p", "no:cacheprovider", "-p", "no:randomly", "-q", "-rA"]
     command = [sys.executable, "-m", "pytest", *options, *paths]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout
 
