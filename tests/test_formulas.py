@@ -116,6 +116,21 @@ INDEX = torch.tensor([[3] * 8, [1] * 8])
 )
 def test_a_gather_reads_what_it_takes_and_its_indices(fn: Callable[[], object], read: int, written: int) -> None:
     assert read_written(fn) == (read, written)
+    assert count(fn).flops == 0
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda y: y.index_copy_(0, ROWS, X[:2]),
+        lambda y: y.index_put_((ROWS,), X[0]),
+        lambda y: y.scatter_(0, INDEX, X),
+        lambda y: y.add_(X),
+        lambda y: F.rms_norm(y, (8,)),
+    ],
+)
+def test_only_products_and_attention_take_flops(fn: Callable[[Tensor], object]) -> None:
+    assert count(lambda: fn(torch.zeros(6, 8))).flops == 0
 
 
 def test_a_mask_of_places_counts_as_if_it_chose_all() -> None:

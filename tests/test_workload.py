@@ -227,9 +227,9 @@ def test_a_server_sleeps_until_the_next_request_comes(tiny: Transformer, monkeyp
 
     monkeypatch.setattr(workload.time, "perf_counter", lambda: now)
     monkeypatch.setattr(workload.time, "sleep", sleep)
-    served = serve(tiny, [Arrival("a", 2.0, 3, 2), Arrival("b", 7.0, 3, 1), Arrival("c", 7.0, 3, 1)], max_batch=2)
-    assert slept == [2.0, 5.0]
-    assert [(step.start, step.end) for step in served.steps] == [(2.0, 2.0), (2.0, 2.0), (7.0, 7.0)]
+    served = serve(tiny, [Arrival("a", 0.5, 3, 2), Arrival("b", 7.0, 3, 1), Arrival("c", 7.0, 3, 1)], max_batch=2)
+    assert slept == [0.5, 6.5]
+    assert [(step.start, step.end) for step in served.steps] == [(0.5, 0.5), (0.5, 0.5), (7.0, 7.0)]
     assert served.steps[-1].slots == ("b", "c")
 
 
