@@ -301,6 +301,7 @@ def test_quantizing_changes_no_part_of_the_model_and_shares_what_stays(scheme: s
     assert [type(layer) for layer in model.modules()] == kinds
     assert quantized.embed.weight.data_ptr() == model.embed.weight.data_ptr()
     assert quantized.blocks[1].mlp_norm.weight.data_ptr() == model.blocks[1].mlp_norm.weight.data_ptr()
+    assert quantized.rope.frequencies.data_ptr() == model.rope.frequencies.data_ptr()
     assert quantized.blocks[1] is not model.blocks[1]
     assert quantized.config is model.config
     assert (quantized.dtype, quantized.device) == (model.dtype, model.device)
