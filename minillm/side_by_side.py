@@ -135,7 +135,6 @@ def steps(result: Result) -> Rows:
             figures(row["prefill_s"], 1e3),
         )
         for row in result["precisions"]
-        if "step" in row
     ]
     return Rows(("precision", "decode, tokens/s", "a step, ms", "predicted, ms", "prefill, ms"), rows)
 
