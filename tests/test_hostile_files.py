@@ -573,6 +573,38 @@ def test_hostile_template(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "chat template" in message
 
 
+words = st.sampled_from(
+    [
+        "messages", "m", "m.content", "m['role']", "messages[0]", "messages[-1:]", "loop.index", "tools", "none", "1", "'x'",
+        "é", "+", "~", "*", "**", "%", "/", "is defined", "not", "in", "if", "else", "| tojson", "| length", "| trim", "| int",
+        ".x", "(", ")", "[", "]", "range(10**9)", "10**9", "namespace(x=1)", "raise_exception('no')", "strftime_now('%d')", "'%9999d'",
+    ]
+)  # fmt: skip
+expressions = st.lists(words, min_size=1, max_size=5).map(" ".join)
+pieces = st.one_of(
+    expressions.map(lambda x: f"{{{{ {x} }}}}"),
+    expressions.map(lambda x: f"{{% set m = {x} %}}"),
+    expressions.map(lambda x: f"{{% if {x} %}}a{{% endif %}}"),
+    expressions.map(lambda x: f"{{% for m in {x} %}}{{{{ m }}}}{{% endfor %}}"),
+    st.sampled_from(
+        ["{%", "%}", "{{", "}}", "{#", "#}", "{% endfor %}", "{% macro m() %}", "{%- break %}", "text\n", "\0"]
+    ),
+)
+
+
+@given(st.lists(pieces, max_size=6).map("".join))
+@settings(max_examples=50, deadline=None, derandomize=True)
+def test_whatever_a_template_is_made_of_it_gives_text_or_one_sentence(template: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chat_template, "CPU_SECONDS", 1)
+        try:
+            text = chat_template.render(template, [{"role": "user", "content": "hi"}], {"eos_token": "</s>"})
+        except MinillmError as error:
+            assert is_one_sentence(str(error)) and "chat template" in str(error)
+        else:
+            assert type(text) is str and len(text) <= chat_template.MAX_OUTPUT
+
+
 def test_template_that_sleeps_is_ended_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "WALL_SECONDS", 0.01)
     assert "come to an end" in refusal(lambda: chat_template.render("x", [{"role": "user", "content": "hi"}], {}))
