@@ -577,7 +577,8 @@ words = st.sampled_from(
     [
         "messages", "m", "m.content", "m['role']", "messages[0]", "messages[-1:]", "loop.index", "tools", "none", "1", "'x'",
         "é", "+", "~", "*", "**", "%", "/", "is defined", "not", "in", "if", "else", "| tojson", "| length", "| trim", "| int",
-        ".x", "(", ")", "[", "]", "range(10**9)", "10**9", "namespace(x=1)", "raise_exception('no')", "strftime_now('%d')", "'%9999d'",
+        ".x", "(", ")", "[", "]", "range(10**9)", "10**9", "namespace(x=1)", "raise_exception('no')", "strftime_now('%d')",
+        "'%9999d'",
     ]
 )  # fmt: skip
 expressions = st.lists(words, min_size=1, max_size=5).map(" ".join)
