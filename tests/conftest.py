@@ -41,3 +41,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """A test marked `gpu` runs where CUDA is and elsewhere is reported as not run, with the reason."""
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("no CUDA device on this machine")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test of `draw` is run for each picture of its file's `ALL`, the names of pictures and how each is drawn."""
+    if "draw" in metafunc.fixturenames and hasattr(metafunc.module, "ALL"):
+        metafunc.parametrize("draw", metafunc.module.ALL.values(), ids=metafunc.module.ALL)

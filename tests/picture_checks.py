@@ -56,7 +56,14 @@ def assert_a_page_wide_and_the_same_each_time(draw: Callable[[], Picture]) -> No
     assert first.alt
 
 
-def assert_text_is_large_enough_and_inside(draw: Callable[[], Picture]) -> None:
+# The tests that every file of pictures imports; conftest.py gives them each picture of its `ALL`.
+
+
+def test_picture_is_a_page_wide_and_the_same_each_time(draw: Callable[[], Picture]) -> None:
+    assert_a_page_wide_and_the_same_each_time(draw)
+
+
+def test_text_is_large_enough_and_inside_the_picture(draw: Callable[[], Picture]) -> None:
     picture = draw()
     picture.draw_without_rendering()
     for axes in picture.axes:

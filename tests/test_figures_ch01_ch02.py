@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from picture_checks import (
     CPU,
-    assert_a_page_wide_and_the_same_each_time,
-    assert_text_is_large_enough_and_inside,
     boxes,
     lines,
     position,
+    test_picture_is_a_page_wide_and_the_same_each_time,  # noqa: F401 (a test, of each of ALL)
+    test_text_is_large_enough_and_inside_the_picture,  # noqa: F401 (the same)
     words,
 )
 
@@ -35,16 +35,6 @@ ALL = {
     "memory": lambda: ch02.memory(LLAMA_2_13B, 819_200, (1, 8, 32), 80, "H100"),
     "speedup": lambda: ch02.speedup([16, 64, 256], {"CPU": [1.3, 3.5, 13], "GPU": [1.0, 1.0, 1.1]}),
 }
-
-
-@pytest.mark.parametrize("draw", ALL.values(), ids=ALL)
-def test_picture_is_a_page_wide_and_the_same_each_time(draw):
-    assert_a_page_wide_and_the_same_each_time(draw)
-
-
-@pytest.mark.parametrize("draw", ALL.values(), ids=ALL)
-def test_text_is_large_enough_and_inside_the_picture(draw):
-    assert_text_is_large_enough_and_inside(draw)
 
 
 @pytest.mark.parametrize(("prompt", "new"), [(5, 6), (1, 4), (3, 1)])

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 from picture_checks import (
-    assert_a_page_wide_and_the_same_each_time,
-    assert_text_is_large_enough_and_inside,
     boxes,
     lines,
     markers,
     points,
+    test_picture_is_a_page_wide_and_the_same_each_time,  # noqa: F401 (a test, of each of ALL)
+    test_text_is_large_enough_and_inside_the_picture,  # noqa: F401 (the same)
     words,
 )
 
@@ -39,16 +39,6 @@ ALL = {
     "latents": lambda: ch03.latents(LITE),
     "latent_flops": lambda: ch03.latent_flops(LITE, 8192),
 }
-
-
-@pytest.mark.parametrize("draw", ALL.values(), ids=ALL)
-def test_picture_is_a_page_wide_and_the_same_each_time(draw):
-    assert_a_page_wide_and_the_same_each_time(draw)
-
-
-@pytest.mark.parametrize("draw", ALL.values(), ids=ALL)
-def test_text_is_large_enough_and_inside_the_picture(draw):
-    assert_text_is_large_enough_and_inside(draw)
 
 
 @pytest.mark.parametrize(("n_heads", "n_kv"), [(9, 9), (9, 3), (9, 1), (8, 2)])

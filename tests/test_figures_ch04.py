@@ -7,13 +7,13 @@ import pytest
 from matplotlib.colors import to_hex
 from picture_checks import (
     CPU,
-    assert_a_page_wide_and_the_same_each_time,
-    assert_text_is_large_enough_and_inside,
     boxes,
     lines,
     markers,
     points,
     position,
+    test_picture_is_a_page_wide_and_the_same_each_time,  # noqa: F401 (a test, of each of ALL)
+    test_text_is_large_enough_and_inside_the_picture,  # noqa: F401 (the same)
     words,
 )
 
@@ -42,16 +42,6 @@ ALL = {
     "knee": lambda: ch04.knee([1, 2, 4], {"median": [0.1, 0.1, 2], "P99": [0.2, 0.3, 5]}, [50, 100, 120], [1, 2, 0.5]),
     "spike": lambda: ch04.spike([0.05, 0.5, 0.06], [4, 404, 5], [4, 5, 5]),
 }
-
-
-@pytest.mark.parametrize("draw", ALL.values(), ids=ALL)
-def test_picture_is_a_page_wide_and_the_same_each_time(draw):
-    assert_a_page_wide_and_the_same_each_time(draw)
-
-
-@pytest.mark.parametrize("draw", ALL.values(), ids=ALL)
-def test_text_is_large_enough_and_inside_the_picture(draw):
-    assert_text_is_large_enough_and_inside(draw)
 
 
 @pytest.mark.parametrize("lengths", [[5, 3, 7], [2, 2], [1, 4]])

@@ -1,16 +1,15 @@
 """The pictures of chapter 5: each shows the numbers that it is given, read back from what was drawn."""
 
 import numpy as np
-import pytest
 from matplotlib.collections import LineCollection
 from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 from picture_checks import (
-    assert_a_page_wide_and_the_same_each_time,
-    assert_text_is_large_enough_and_inside,
     markers,
     points,
     position,
+    test_picture_is_a_page_wide_and_the_same_each_time,  # noqa: F401 (a test, of each of ALL)
+    test_text_is_large_enough_and_inside_the_picture,  # noqa: F401 (the same)
     words,
 )
 
@@ -43,16 +42,6 @@ ALL = {
     "two_roofs": lambda: ch05.two_roofs(STAGES, BF16, FP8),
     "rows_of": lambda: ch05.rows_of(SECONDS, [1, 4, 16]),
 }
-
-
-@pytest.mark.parametrize("draw", ALL.values(), ids=ALL)
-def test_picture_is_a_page_wide_and_the_same_each_time(draw):
-    assert_a_page_wide_and_the_same_each_time(draw)
-
-
-@pytest.mark.parametrize("draw", ALL.values(), ids=ALL)
-def test_text_is_large_enough_and_inside_the_picture(draw):
-    assert_text_is_large_enough_and_inside(draw)
 
 
 def test_grids_show_each_weight_and_the_values_within_reach_of_them():

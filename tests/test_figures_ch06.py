@@ -3,15 +3,14 @@
 from itertools import pairwise
 
 import numpy as np
-import pytest
 from picture_checks import (
-    assert_a_page_wide_and_the_same_each_time,
-    assert_text_is_large_enough_and_inside,
     boxes,
     lines,
     markers,
     points,
     position,
+    test_picture_is_a_page_wide_and_the_same_each_time,  # noqa: F401 (a test, of each of ALL)
+    test_text_is_large_enough_and_inside_the_picture,  # noqa: F401 (the same)
     words,
 )
 
@@ -47,16 +46,6 @@ ALL = {
     "temperature": lambda: ch06.temperature([0.0, 0.5, 1.0], {"draws": [0.9, 0.9, 0.9], "certain": [0.9, 0.6, 0.3]}),
     "batches": lambda: ch06.batches(GAINS, PUBLISHED),
 }
-
-
-@pytest.mark.parametrize("draw", ALL.values(), ids=ALL)
-def test_picture_is_a_page_wide_and_the_same_each_time(draw):
-    assert_a_page_wide_and_the_same_each_time(draw)
-
-
-@pytest.mark.parametrize("draw", ALL.values(), ids=ALL)
-def test_text_is_large_enough_and_inside_the_picture(draw):
-    assert_text_is_large_enough_and_inside(draw)
 
 
 def test_rounds_colors_what_was_accepted_the_own_token_and_what_was_refused():
